@@ -274,6 +274,10 @@ class InProcess(Backend):
         else:
             await self._text.unload_adapter(adapter)
 
+    def share_device(self, other: InProcess) -> None:
+        """Take turns at the device with `other`, by the shares of their setups. Before `start`."""
+        self._gate = other._gate
+
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """Without the adapters, which are of this model. Both take turns at the device."""
         options = self.options.model_dump(exclude_unset=True, exclude={"adapters"})

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gpuinfer import stats
 from gpuinfer.api import Backend, Priority, Request, Setup, Strategy
+from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, UsageError
 from gpuinfer.host import children
 from gpuinfer.library.choices import (
@@ -71,7 +72,7 @@ class SharedDevice:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.first: Backend | None = None
+        self.first: InProcess | None = None
 
 
 class Batcher(SessionFigures):
@@ -225,6 +226,7 @@ class Batcher(SessionFigures):
                     background.ready()
             except BaseException:
                 background.__exit__(None, None, None)
+                self._release()
                 raise
             self._background = background
             self._opened(layout, backend, background.session)
@@ -258,10 +260,12 @@ class Batcher(SessionFigures):
             children.refuse_while_imported("a server")
         setup = self._setup_of(layout)
         with self._shared.lock, in_python_words():
-            if (first := self._shared.first) is not None and setup.model is not None:
-                return first.beside(setup.model, setup.share)
-            self._shared.first = backend_of(self._backend, setup, self._options)
-            return self._shared.first
+            backend = backend_of(self._backend, setup, self._options)
+            if isinstance(backend, InProcess):
+                if self._shared.first is not None:
+                    backend.share_device(self._shared.first)
+                self._shared.first = self._shared.first or backend
+        return backend
 
     def _setup_of(self, layout: RowLayout) -> Setup:
         if self._source is not None:
@@ -285,6 +289,8 @@ class Batcher(SessionFigures):
         async with self._opening_here:
             if self._session is not None:
                 return
+            if self._closed:
+                raise Closed("this batcher is closed. Make another.")
             backend = self._backend_for(layout)
             session = Session(backend, strategy_of(self._strategy, setup=backend.setup))
             await session.__aenter__()
@@ -294,6 +300,7 @@ class Batcher(SessionFigures):
                 await session.mark()
             except BaseException:
                 await session.__aexit__()
+                self._release()
                 raise
             self._opened(layout, backend, session)
 
@@ -301,8 +308,13 @@ class Batcher(SessionFigures):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        if (session := self._session) is None:
+        async with self._opening_here:  # a first row may be opening the model
+            session = self._session
+        if session is None:
+            self._release()
             return
+        while self._outstanding:  # noqa: ASYNC110 (its watchdog ends every wait)
+            await asyncio.sleep(ROOM_LOOK_S)
         await session.refresh()
         try:
             await session.__aexit__()
@@ -315,28 +327,40 @@ class Batcher(SessionFigures):
             raise UsageError("this batcher is open in an event loop. Leave its `async with` block instead.")
         with self._opening:
             background, was_closed, self._closed = self._background, self._closed, True
-        if was_closed or background is None or self._process != os.getpid():
+        if was_closed or self._process != os.getpid():
+            return
+        if background is None:
+            self._release()
             return
         with self._room:
             while self._outstanding and background.alive:  # its watchdog ends every wait
                 self._room.wait(0.1)
-        with contextlib.suppress(GpuinferError):
-            background.call(background.session.refresh(), timeout=10)
-        background.__exit__(None, None, None)
-        self._end(background.session)
+        try:
+            if background.alive:
+                with contextlib.suppress(GpuinferError, TimeoutError):
+                    background.call(background.session.refresh(), timeout=10)
+            background.__exit__(None, None, None)
+        finally:
+            self._end(background.session)
 
     def _end(self, session: Session) -> None:
         self._final = session.snapshot()
         self._clock.end()
+        self._release()
+
+    def _release(self) -> None:
         if self._source is not None:
             self._source.release()
 
-    def _refuse_unusable(self, *, in_loop: bool) -> None:
+    def _refuse_other_process(self) -> None:
         if self._process != os.getpid():
             raise UsageError(
                 "this batcher came into this process by fork, and its threads did not. Make another here, or start "
                 'processes by the method "spawn".'
             )
+
+    def _refuse_unusable(self, *, in_loop: bool) -> None:
+        self._refuse_other_process()
         if self._closed:
             raise Closed("this batcher is closed. Make another.")
         if in_loop and (self._session is not None or self._loop is not None):
@@ -357,7 +381,8 @@ class Batcher(SessionFigures):
         Raises `Expired` after `timeout` seconds ("200ms"), `QueueFull` where the queue refuses, `BackendError` where
         the model raises on this row, `BadResult`, `RequestError` for a row unlike the others, `Closed`.
         """
-        return self._waited(self.submit(row, priority=priority, timeout=timeout), timeout)
+        future, until = self._asked(row, priority, timeout)
+        return self._waited(future, until, timeout)
 
     def submit(
         self, row: Any, *, priority: Priority | str = Priority.NORMAL, timeout: float | str | None = None
@@ -366,12 +391,17 @@ class Batcher(SessionFigures):
 
         Waits while `max_queue_rows` are outstanding, unless the queue refuses. Raises as `predict` does.
         """
+        return self._asked(row, priority, timeout)[0]
+
+    def _asked(self, row: Any, priority: Priority | str, timeout: float | str | None) -> tuple[Future[Any], float]:
+        """The future of a row's answer, and until when it is waited for (`time.monotonic`)."""
         if self._session is None or self._loop is not None or self._closed or self._process != os.getpid():
             self._refuse_unusable(in_loop=False)
             if self._session is None:
                 self._open(self._layout or layout_of_row(row, self._ragged))
         payload, group = self._payload(row)
-        return self._send(payload, None, group, priority, timeout)
+        until = time.monotonic() + seconds_until(timeout)
+        return self._send(payload, None, group, priority_of(priority), until), until
 
     def predict_batch(
         self,
@@ -385,8 +415,13 @@ class Batcher(SessionFigures):
 
         More rows than a batch may have are divided, with `split` also among all devices. Raises as `predict` does.
         """
-        futures = self._submit_batch(rows, split, priority, timeout)
-        return joined_answers([self._waited(future, timeout) for future in futures])
+        self._refuse_unusable(in_loop=False)
+        if self._session is None:
+            self._open(self._layout or layout_of_row(first_row(rows), self._ragged))
+        parts = [self._batch_payload(part) for part in self._divided(rows, split)]
+        until, of = time.monotonic() + seconds_until(timeout), priority_of(priority)
+        futures = [self._send(payload, count, group, of, until) for payload, count, group in parts]
+        return joined_answers([self._waited(future, until, timeout) for future in futures])
 
     def map(
         self,
@@ -415,7 +450,7 @@ class Batcher(SessionFigures):
                 advance(1)
 
     def _mapped(self, rows: Iterator[Any], ordered: bool, priority: Priority | str) -> Iterator[Any]:
-        outstanding: deque[Future[Any]] = deque()
+        asked: deque[Future[Any]] = deque()
         come: deque[Future[Any]] = deque()
         arrived = threading.Semaphore(0)
 
@@ -425,28 +460,33 @@ class Batcher(SessionFigures):
 
         def ask() -> bool:
             for row in rows:
-                future = self.submit(row, priority=priority)
-                outstanding.append(future)
+                try:
+                    future = self.submit(row, priority=priority)
+                except GpuinferError as error:  # raised at its place
+                    future = Future()
+                    future.set_exception(error)
+                asked.append(future)
                 if not ordered:
                     future.add_done_callback(note)
                 return True
             return False
 
+        more = True
         try:
-            while ask() and len(outstanding) < self._window:
-                pass
-            while outstanding:
+            while more or asked:
+                while more and len(asked) < self._window and not (asked[0].done() if ordered and asked else come):
+                    more = ask()
+                if not asked:
+                    return
                 if ordered:
-                    future = outstanding.popleft()
+                    future = asked.popleft()
                 else:
                     arrived.acquire()
                     future = come.popleft()
-                    outstanding.remove(future)
-                answer = future.result()
-                ask()
-                yield answer
+                    asked.remove(future)
+                yield future.result()
         finally:
-            for future in outstanding:
+            for future in asked:
                 future.cancel()
 
     def __call__(
@@ -465,14 +505,14 @@ class Batcher(SessionFigures):
 
     async def _awaited(self, row: Any, priority: Priority | str, timeout: float | str | None) -> Any:
         session = self._session
-        if session is None or self._closed:
+        if session is None or self._closed or os.getpid() != self._process:
             session = await self._ready_here(row)
+        if priority is not Priority.NORMAL:
+            priority = priority_of(priority)
         payload, group = self._payload(row)
         if timeout is None and self._loop is asyncio.get_running_loop() and self._outstanding < self._capacity:
             self._outstanding += 1
             try:
-                if priority is not Priority.NORMAL:
-                    priority = priority_of(priority)
                 answer = await session.engine.submit(payload, priority=priority, group=group)
             except GpuinferError as error:
                 raise reworded(error) from error.__cause__
@@ -494,33 +534,49 @@ class Batcher(SessionFigures):
         if session is None or self._closed:
             session = await self._ready_here(first_row(rows))
         parts = self._divided(rows, split)
-        asked = (self._ask(session, *self._batch_payload(part), priority, timeout) for part in parts)
+        of = priority_of(priority)
+        asked = (self._ask(session, *self._batch_payload(part), of, timeout) for part in parts)
         return joined_answers(await asyncio.gather(*asked))
 
     async def stream(self, rows: Iterable[Any] | AsyncIterable[Any], *, ordered: bool = True) -> AsyncIterator[Any]:
-        """`map`, for `async for`."""
-        outstanding: deque[asyncio.Task[Any]] = deque()
+        """`map`, for `async for`: rows are read in a task of their own while answers are awaited."""
         source = aiter(rows) if isinstance(rows, AsyncIterable) else _as_async(iter(rows))
-        ended = False
-        try:
-            while outstanding or not ended:
-                while not ended and len(outstanding) < (self._window if self._session else 1):
-                    try:
-                        outstanding.append(asyncio.ensure_future(self(await anext(source))))
-                    except StopAsyncIteration:
-                        ended = True
-                if not outstanding:
-                    return
+        ready: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(1)  # until the model is open, and says how many rows a batch has
+        tasks: set[asyncio.Future[Any]] = set()
+
+        async def read() -> None:
+            widened = False
+            async for row in source:
+                await room.acquire()
+                task = asyncio.ensure_future(self(row))
+                tasks.add(task)
                 if ordered:
-                    yield await outstanding.popleft()
+                    ready.put_nowait(task)
+                else:
+                    task.add_done_callback(ready.put_nowait)
+                if not widened:
+                    await asyncio.wait({task})
+                    widened = True
+                    for _ in range(self._window - 1):
+                        room.release()
+
+        reader = asyncio.ensure_future(read())
+        reader.add_done_callback(lambda _: ready.put_nowait(None))
+        try:
+            while not (reader.done() and not tasks):
+                if (task := await ready.get()) is None:
                     continue
-                done, _ = await asyncio.wait(outstanding, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    outstanding.remove(task)
-                    yield task.result()
+                try:
+                    answer = await task
+                finally:
+                    tasks.discard(task)
+                    room.release()
+                yield answer
+            reader.result()
         finally:
-            for task in outstanding:
-                task.cancel()
+            for one in (reader, *tasks):
+                one.cancel()
 
     @property
     def _window(self) -> int:
@@ -575,40 +631,23 @@ class Batcher(SessionFigures):
             portion = min(portion, -(-count // max(1, self._session.limits.in_flight)))
         return [[leaf[start : start + portion] for leaf in leaves] for start in range(0, count, portion)]
 
-    def _submit_batch(
-        self, rows: Any, split: bool, priority: Priority | str, timeout: float | str | None
-    ) -> list[Future[Any]]:
-        self._refuse_unusable(in_loop=False)
-        if self._session is None:
-            self._open(self._layout or layout_of_row(first_row(rows), self._ragged))
-        sent = []
-        for part in self._divided(rows, split):
-            payload, count, group = self._batch_payload(part)
-            sent.append(self._send(payload, count, group, priority, timeout))
-        return sent
-
-    def _send(
-        self, payload: Any, count: int | None, group: Hashable, priority: Priority | str, timeout: float | str | None
-    ) -> Future[Any]:
+    def _send(self, payload: Any, count: int | None, group: Hashable, priority: Priority, until: float) -> Future[Any]:
         """`count`: how many rows it has; None for a single row, whose answer has no axis of the rows."""
         background, session, rows = self._background, self._session, count or 1
         assert background is not None
         assert session is not None
-        seconds = seconds_until(timeout)
-        now = time.monotonic()
         with self._room:
             while self._outstanding and self._outstanding + rows > self._capacity:
-                if self._refuses:
+                if self._refuses or background.is_current_thread:
                     raise self._full(rows)
-                if not self._room.wait(min(1.0, max(0.0, now + seconds - time.monotonic()))):
-                    if time.monotonic() >= now + seconds:
-                        raise Expired(
-                            f"no room in the queue within {seconds:g} s. Ask fewer rows at once, or wait longer."
-                        )
-                    self._refuse_unusable(in_loop=False)
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise Expired("no room in the queue within the timeout. Ask fewer rows at once, or wait longer.")
+                self._room.wait(min(1.0, left))
+                self._refuse_unusable(in_loop=False)
             self._outstanding += rows
-        request = Request(payload, rows, now, priority_of(priority), now + seconds, group)
-        answer = RowFuture(background, request, session.engine)
+        now = time.monotonic()
+        answer = RowFuture(background, Request(payload, rows, now, priority, until, group), session.engine)
         answer.owner, answer.count = self, count
         background.send(answer)
         return answer
@@ -626,15 +665,14 @@ class Batcher(SessionFigures):
             self._room.notify_all()
 
     @staticmethod
-    def _waited(future: Future[Any], timeout: float | str | None) -> Any:
-        if timeout is None:
+    def _waited(future: Future[Any], until: float, timeout: float | str | None) -> Any:
+        if until == math.inf:
             return future.result()
-        seconds = seconds_until(timeout)
         try:
-            return future.result(seconds)
+            return future.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
             future.cancel()
-            raise _too_late(seconds) from None
+            raise _too_late(seconds_until(timeout)) from None
 
     async def _ready_here(self, row: Any) -> Session:
         """Open with this first row: on this loop after `async with`, else in a thread."""
@@ -642,11 +680,18 @@ class Batcher(SessionFigures):
             self._refuse_unusable(in_loop=False)
             await asyncio.to_thread(self._open, self._layout or layout_of_row(row, self._ragged))
         else:
-            if self._closed:
-                raise Closed("this batcher is closed. Make another.")
+            self._refuse_other_process()
+            self._refuse_other_loop()
             await self._open_here(self._layout or layout_of_row(row, self._ragged))
         assert self._session is not None
         return self._session
+
+    def _refuse_other_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError(
+                "this batcher was opened in another event loop. Await it there, or open one by `with`, which any loop "
+                "and thread may ask."
+            )
 
     async def _ask(
         self,
@@ -654,54 +699,34 @@ class Batcher(SessionFigures):
         payload: Any,
         count: int | None,
         group: Hashable,
-        priority: Priority | str,
+        priority: Priority,
         timeout: float | str | None,
     ) -> Any:
-        rows = count or 1
-        if self._loop is None:
-            return await self._ask_thread(payload, count, group, priority, timeout)
-        if asyncio.get_running_loop() is not self._loop:
-            raise UsageError(
-                "this batcher was opened in another event loop. Await it there, or open one by `with`, which any loop "
-                "and thread may ask."
-            )
-        seconds = seconds_until(timeout)
-        while self._outstanding and self._outstanding + rows > self._capacity:
-            if self._refuses:
-                raise self._full(rows)
-            await asyncio.sleep(ROOM_LOOK_S)
-        self._outstanding += rows
+        """One request, with the wait for room; `timeout` bounds both."""
+        self._refuse_other_process()
+        if self._loop is not None:
+            self._refuse_other_loop()
+        seconds, rows = seconds_until(timeout), count or 1
+        until = time.monotonic() + seconds
         try:
-            if timeout is None:
-                answer = await session(payload, rows=rows, priority=priority_of(priority), group=group)
-            else:
+            async with asyncio.timeout(None if seconds == math.inf else seconds):
+                while self._outstanding and self._outstanding + rows > self._capacity:
+                    if self._refuses:
+                        raise self._full(rows)
+                    await asyncio.sleep(ROOM_LOOK_S)
+                if self._loop is None:
+                    return await asyncio.wrap_future(self._send(payload, count, group, priority, until))
+                self._outstanding += rows
                 try:
-                    async with asyncio.timeout(seconds):
-                        answer = await session(
-                            payload, rows=rows, priority=priority_of(priority), timeout=seconds, group=group
-                        )
-                except TimeoutError:
-                    raise _too_late(seconds) from None
-        except GpuinferError as error:
-            raise reworded(error) from error.__cause__
-        finally:
-            self._outstanding -= rows
-        return self._unwrapped(answer, count)
-
-    async def _ask_thread(
-        self, payload: Any, count: int | None, group: Hashable, priority: Priority | str, timeout: float | str | None
-    ) -> Any:
-        """Ask the session's thread, and wait without blocking this loop."""
-        rows = count or 1
-        while not self._refuses and self._outstanding and self._outstanding + rows > self._capacity:  # noqa: ASYNC110
-            await asyncio.sleep(ROOM_LOOK_S)
-        future = self._send(payload, count, group, priority, timeout)
-        seconds = seconds_until(timeout)
-        try:
-            async with asyncio.timeout(None if timeout is None else seconds):
-                return await asyncio.wrap_future(future)
+                    left = until - time.monotonic()
+                    answer = await session(payload, rows=rows, priority=priority, timeout=left, group=group)
+                finally:
+                    self._outstanding -= rows
         except TimeoutError:
             raise _too_late(seconds) from None
+        except GpuinferError as error:
+            raise reworded(error) from error.__cause__
+        return self._unwrapped(answer, count)
 
     def _unwrapped(self, answer: Any, count: int | None) -> Any:
         """An answer as the caller gets it. From another process come arrays [rows, …]."""
@@ -734,8 +759,9 @@ class Batcher(SessionFigures):
             return self._final
         if self._session is None:
             return stats.Snapshot()
-        if self._background is not None and self._background.alive:
-            self._background.call(self._session.refresh(), timeout=10)
+        background = self._background
+        if self._remote and background is not None and background.alive and not background.is_current_thread:
+            background.call(self._session.refresh(), timeout=10)
         return self._session.snapshot()
 
 
@@ -747,15 +773,16 @@ class RowFuture(PendingAnswer):
 
     def set_result(self, result: Any) -> None:
         """On the session's loop."""
-        super().set_result(self.owner._unwrapped(result, self.count))
-        self.owner._settled(self.request.rows)
+        answer = self.owner._unwrapped(result, self.count)
+        self.owner._settled(self.request.rows)  # first: who waits for this may ask for the next at once
+        super().set_result(answer)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """On the session's loop."""
         if isinstance(exception, GpuinferError):
             exception = reworded(exception)
-        super().set_exception(exception)
         self.owner._settled(self.request.rows)
+        super().set_exception(exception)
 
     def cancelled_here(self) -> None:
         """On the session's loop."""
@@ -795,7 +822,9 @@ def joined_answers(answers: Sequence[Any]) -> Any:
 
 
 async def _as_async(rows: Iterator[Any]) -> AsyncIterator[Any]:
-    for row in rows:
+    for number, row in enumerate(rows):
+        if number % 64 == 0:
+            await asyncio.sleep(0)  # others have their turn
         yield row
 
 

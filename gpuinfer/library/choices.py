@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 from gpuinfer.api import Backend, Priority, Setup, Strategy
 from gpuinfer.config import blame, registry
 from gpuinfer.config.options import GivenValue, check, natural
+from gpuinfer.config.settings import Common
 from gpuinfer.errors import GpuinferError, RequestError, UsageError, nearest
 
 VERBOSE = re.compile(r"Run it (?:again )?with -vv to see where(?: it comes from)?")
@@ -181,6 +183,8 @@ def python_words(message: str) -> str:
 
     def option(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]
+        if name.removeprefix("no_") not in _known_options():
+            return found[0]  # of another program: the user's own text, say
         name = {"device": "devices"}.get(name, name)
         if name in SWITCHES or name.startswith("no_"):
             switch = f"{name.removeprefix('no_')}={not name.startswith('no_')}"
@@ -191,6 +195,17 @@ def python_words(message: str) -> str:
 
     message = VERBOSE.sub("`error.__cause__` says where", message)
     return FLAG.sub(option, PLUGIN_FLAG.sub(lambda found: found[1] + (f"={found[2]}" if found[2] else ""), message))
+
+
+@functools.cache
+def _known_options() -> frozenset[str]:
+    """The names of all options that flags have: those of every run, and those of the plugins that can be loaded."""
+    names = {"device", "model", "features", *Common.model_fields}
+    for kind in ("workloads", "backends", "strategies"):
+        for name in registry.names(kind):
+            with contextlib.suppress(Exception):  # a plugin that cannot be imported has no options here
+                names |= registry.load(kind, name).Options.model_fields.keys()
+    return frozenset(names)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
@@ -65,8 +66,12 @@ class Models:
         return len(self._batchers)
 
     def __enter__(self) -> Self:
-        for batcher in self._batchers.values():
-            batcher.__enter__()
+        try:
+            for batcher in self._batchers.values():
+                batcher.__enter__()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -76,8 +81,9 @@ class Models:
 
     def close(self) -> None:
         """Answer what was asked, then close them all."""
-        for batcher in self._batchers.values():
-            batcher.close()
+        with contextlib.ExitStack() as closing:
+            for batcher in self._batchers.values():
+                closing.callback(batcher.close)
 
     def predict(
         self, name: str, row: Any, *, priority: Priority | str = Priority.NORMAL, timeout: float | str | None = None

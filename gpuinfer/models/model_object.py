@@ -13,6 +13,9 @@ import inspect
 import io
 import os
 import sys
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -20,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
@@ -50,7 +54,13 @@ class FunctionModel(nn.Module):
         """What the function answers, its arrays as tensors."""
         if self.numpy:
             leaves, named = changed_in(Tensor.numpy, leaves), changed_in(Tensor.numpy, named)
-        return changed_in(torch.from_numpy, self.function(*leaves, **named), np.ndarray)
+        return changed_in(tensor_of_array, self.function(*leaves, **named), np.ndarray)
+
+
+def tensor_of_array(array: np.ndarray[Any, Any]) -> Tensor:
+    """A tensor on the array's memory, or on a copy where torch cannot use that."""
+    whole = all(stride >= 0 and stride % max(1, array.itemsize) == 0 for stride in array.strides)
+    return torch.from_numpy(array if whole and array.flags.writeable else array.copy())
 
 
 def changed_in(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
@@ -82,7 +92,6 @@ class LocalModel:
         `UsageError` for anything else.
         """
         self.takes_arrays = False  # a function, which is given NumPy arrays
-        self._training: list[nn.Module] = []
         if isinstance(model, type):
             try:
                 model = model(**(arguments or {}))
@@ -113,12 +122,17 @@ class LocalModel:
         """
         if not isinstance(self.model, nn.Module):
             return FunctionModel(self.model, self.takes_arrays)
+        if any(isinstance(one, UninitializedParameter) for one in self.model.parameters()):
+            raise UsageError(
+                f"model {title_of(self.model)} has lazy layers that have not seen a batch. Call it once with one first."
+            )
         memo: dict[int, Any] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             wanted = dtype if tensor.is_floating_point() else tensor.dtype
             moved = tensor.detach().to(device, wanted)
             parameter = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if parameter else moved
+            # Buffers are what a forward may write to; parameters are shared, so that training goes on to be seen.
+            memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if parameter else moved.clone()
         try:
             if isinstance(self.model, torch.jit.ScriptModule) or type(self.model).__name__ == "OptimizedModule":
                 raise TypeError  # a copy of compiled code would be compiled anew
@@ -129,8 +143,8 @@ class LocalModel:
                     f"model {title_of(self.model)} cannot be copied, and its weights are not on {device} in {dtype}. "
                     f"Move it there first: model.to({str(device)!r})."
                 ) from None
-            self._training = [one for one in self.model.modules() if one.training]
-            return self.model.eval()
+            _keep_evaluating(self.model, self)
+            return self.model
 
     def trainable(self) -> nn.Module:
         """A copy in float32 on the CPU, to be trained. Raises `UsageError` for a function, which has no weights."""
@@ -149,10 +163,34 @@ class LocalModel:
         return made.hexdigest()
 
     def release(self) -> None:
-        """Back in the mode in which the object was, where it computed itself."""
-        for one in self._training:
-            one.training = True
-        self._training = []
+        """Back in the mode in which the object was, where it computed itself and nobody else computes with it."""
+        with _EVALUATING_LOCK:
+            held = _EVALUATING.get(self.model) if isinstance(self.model, nn.Module) else None
+            if held is not None:
+                held.holders.discard(id(self))
+                if not held.holders:
+                    del _EVALUATING[self.model]
+                    for one in held.training:
+                        one.training = True
+
+
+@dataclass
+class _HeldModule:
+    """A module that computes itself, since it cannot be copied: for whom, and which of its modules were in training."""
+
+    training: list[nn.Module]
+    holders: set[int] = field(default_factory=set)
+
+
+_EVALUATING: weakref.WeakKeyDictionary[nn.Module, _HeldModule] = weakref.WeakKeyDictionary()
+_EVALUATING_LOCK = threading.Lock()
+
+
+def _keep_evaluating(model: nn.Module, holder: LocalModel) -> None:
+    with _EVALUATING_LOCK:
+        held = _EVALUATING.setdefault(model, _HeldModule([one for one in model.modules() if one.training]))
+        held.holders.add(id(holder))
+        model.eval()
 
 
 def object_spec(local: LocalModel, layout: RowLayout, *, check: bool = True, elsewhere: bool = False) -> ModelSpec:
@@ -288,11 +326,11 @@ class _Recorder:
             return value
         if isinstance(value, Tensor):
             return _TensorNumber(self._number(value))
-        if isinstance(value, tuple | list | set | frozenset):
-            plain = [self._plain(one, where) for one in value]
-            named = hasattr(value, "_fields")
-            return tuple(plain) if named or isinstance(value, torch.Size) else type(value)(plain)
-        if isinstance(value, dict):
+        if isinstance(value, torch.Size):
+            return value
+        if type(value) in (tuple, list, set, frozenset):
+            return type(value)(self._plain(one, where) for one in value)
+        if type(value) in (dict, OrderedDict):
             return {self._plain(key, where): self._plain(one, where) for key, one in value.items()}
         if isinstance(value, type) or inspect.isroutine(value):
             return NamedObject(path_of(value, "class" if isinstance(value, type) else "function"))
@@ -336,6 +374,15 @@ def path_of(value: Any, what: str) -> str:
             f"{what} '{name}' is defined in a notebook or at a prompt, and another process cannot import it from "
             f"there. {cure}"
         )
+    found = here
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:
+        what_is = f"{what} '{name}' of module '{module}'" if found is not None else f"{what} {value!r}"
+        raise UsageError(
+            f"{what_is} is not what another process finds under that name: it is an object that was made, a method of "
+            f"one, or the name means something else by now. {cure}"
+        )
     return f"{module}:{name}"
 
 
@@ -360,7 +407,7 @@ def _restored(value: Any, tensors: Sequence[Tensor]) -> Any:
         return None if value.number is None else tensors[value.number]
     if isinstance(value, NamedObject):
         return find_factory(value.path, "function")
-    if isinstance(value, tuple | list | set | frozenset):
+    if type(value) in (tuple, list, set, frozenset):
         return type(value)(_restored(one, tensors) for one in value)
     if isinstance(value, dict):
         return {_restored(key, tensors): _restored(one, tensors) for key, one in value.items()}

@@ -174,8 +174,8 @@ class RowBatch:
 
 def leaves_of(row: Any) -> list[Any]:
     """The arrays of a row, in the order of its layout: dicts by sorted names."""
-    if isinstance(row, dict):
-        return [leaf for name in sorted(row) for leaf in leaves_of(row[name])]
+    if isinstance(row, Mapping):
+        return [leaf for name in sorted(row, key=str) for leaf in leaves_of(row[name])]
     if isinstance(row, tuple):
         return [leaf for one in row for leaf in leaves_of(one)]
     return [row]
@@ -253,15 +253,19 @@ def checked_leaves(row: Any, layout: RowLayout, keep: Collection[Any] = ()) -> l
     found = leaves_of(row)
     if len(found) == len(layout.leaves):
         for place, (value, leaf) in enumerate(zip(found, layout.leaves, strict=True)):
-            if isinstance(value, bool | int | float | list):  # Python's numbers are of no dtype until it is known
+            if type(value) in (bool, int, float, list):  # Python's numbers are of no dtype until it is known
                 array = as_array(value, leaf.path)
                 if leaf.dtype in FLOATS or array.dtype.kind in "bi":
-                    array = array.astype("float32" if leaf.dtype == "bfloat16" else leaf.dtype)
+                    cast = array.astype("float32" if leaf.dtype == "bfloat16" else leaf.dtype)
+                    if leaf.dtype not in FLOATS and not np.array_equal(cast, array):
+                        raise RequestError(f"{_where(leaf.path)} is {_shown(value)}, which {leaf.dtype} cannot hold.")
+                    array = cast
                 found[place] = value = array
             elif not isinstance(value, np.ndarray):
                 found[place] = value = as_array(value, leaf.path, keep)
             shape = value.shape
-            if tuple(shape) != leaf.shape and not (layout.ragged and shape[1:] == leaf.shape[1:] and leaf.shape):
+            as_long = len(shape) == len(leaf.shape) and shape[1:] == leaf.shape[1:]
+            if tuple(shape) != leaf.shape and not (layout.ragged and as_long):
                 raise _unlike(row, layout)
             if str(value.dtype).removeprefix("torch.") != leaf.dtype:
                 raise _unlike(row, layout)
@@ -296,6 +300,11 @@ def batch_leaves(rows: Any, layout: RowLayout, keep: Collection[Any] = ()) -> li
         raise RequestError(f"that is one row ({layout}) without the axis of the rows. Give row[None], or several rows.")
     checked_leaves(first_row(rows), layout, keep)
     leaves = [as_array(leaf, keep=keep) for leaf in leaves_of(rows)]
+    for one, leaf in zip(leaves, layout.leaves, strict=True):
+        if dtype_name(one) != leaf.dtype:
+            cast = f".to(torch.{leaf.dtype})" if is_tensor(one) else f".astype(np.{leaf.dtype})"
+            found = f"rows{_place(leaf.path)} is of {dtype_name(one)}"
+            raise RequestError(f"{found}, and a row is {layout}. Convert it: {cast}.")
     if any(len(leaf) != len(leaves[0]) for leaf in leaves):
         raise RequestError(f"arrays of {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give each as many.")
     return leaves
@@ -303,10 +312,12 @@ def batch_leaves(rows: Any, layout: RowLayout, keep: Collection[Any] = ()) -> li
 
 def _same_form(row: Any, form: Any) -> bool:
     if form is None:
-        return not isinstance(row, dict | tuple)
+        return not isinstance(row, Mapping | tuple)
     if isinstance(form, dict):
         return (
-            isinstance(row, dict) and row.keys() == form.keys() and all(_same_form(row[key], form[key]) for key in form)
+            isinstance(row, Mapping)
+            and row.keys() == form.keys()
+            and all(_same_form(row[key], form[key]) for key in form)
         )
     return isinstance(row, tuple) and len(row) == len(form) and all(map(_same_form, row, form))
 

@@ -59,14 +59,14 @@ class PendingAnswer(concurrent.futures.Future[Any]):
             self.set_exception(error)
 
     def cancelled_here(self) -> None:
-        """Called on the session's loop when it has been cancelled."""
+        """Called on the session's loop when it is cancelled."""
 
     def _withdraw(self) -> None:
         if not self.done():
+            self.cancelled_here()
             super().cancel()
             self.set_running_or_notify_cancel()
             self.engine.withdraw(self.request)
-            self.cancelled_here()
 
 
 class BackgroundSession:
@@ -83,6 +83,7 @@ class BackgroundSession:
         self._thread = threading.Thread(target=self._work, name="gpuinfer session", daemon=True)
         self._posted: deque[Callable[[], None]] = deque()
         self._woken = False  # the loop will take what is posted
+        self._ended = False  # no loop will
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -104,6 +105,11 @@ class BackgroundSession:
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop of the session, once it is open."""
         return self._loop
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs in the session's thread, as callbacks of its futures do."""
+        return threading.current_thread() is self._thread
 
     @property
     def alive(self) -> bool:
@@ -143,7 +149,9 @@ class BackgroundSession:
     def post(self, call: Callable[[], None]) -> None:
         """Have the loop's thread do this soon. Many calls wake it once."""
         self._posted.append(call)
-        if not self._woken:
+        if self._ended:
+            self._take_posted()
+        elif not self._woken:
             self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self._take_posted)
@@ -153,7 +161,11 @@ class BackgroundSession:
     def _take_posted(self) -> None:
         self._woken = False  # before the last look: what is posted later wakes the loop again
         while self._posted:
-            self._posted.popleft()()
+            try:
+                call = self._posted.popleft()
+            except IndexError:  # another thread took it, after the end
+                return
+            call()
 
     def stream(self, payload: Any, *, rows: int = 1, **request: Any) -> BackgroundStream:
         """Submit one request, and read its answer as it grows. `request`: as of `Infer.stream`."""
@@ -167,6 +179,9 @@ class BackgroundSession:
                 log.warning("%s", error)
             else:
                 self._opened.set_exception(error)
+        finally:
+            self._ended = True
+            self._take_posted()  # what came after the loop's last turn: it is told that the engine is closed
 
     async def _serve(self) -> None:
         over = asyncio.Event()

@@ -592,3 +592,162 @@ def test_nothing_is_left_when_it_is_closed():
     while threading.active_count() > before[0] and time.monotonic() < until:
         time.sleep(0.01)
     assert (threading.active_count(), len(multiprocessing.active_children())) <= before
+
+
+# What a reviewer found
+
+
+def test_a_request_that_is_refused_holds_no_room():
+    with gpuinfer.Batcher(lambda rows: rows, max_queue_rows=1, queue="refuse") as batcher:
+        for _ in range(3):
+            with pytest.raises(RequestError, match="priority"):
+                batcher.submit(torch.zeros(1), priority="urgent")
+        for number in range(200):
+            assert float(batcher.predict(torch.tensor([float(number)]))) == number
+
+
+def test_a_callback_may_ask_again_and_ask_for_figures():
+    found = []
+    with gpuinfer.Batcher(lambda rows: rows + 1, max_queue_rows=1, example=torch.zeros(())) as batcher:
+        done = threading.Event()
+
+        def again(future):
+            found.append((float(future.result()), batcher.stats()["batches"]["count"]))
+            if len(found) < 5:
+                batcher.submit(future.result()).add_done_callback(again)
+            else:
+                done.set()
+
+        batcher.submit(torch.tensor(0.0)).add_done_callback(again)
+        assert done.wait(PATIENCE_S)
+    assert [value for value, _ in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+async def test_leaving_the_block_answers_what_was_awaited():
+    async with gpuinfer.Batcher(lambda rows: rows, max_rows=1, example=torch.zeros(())) as batcher:
+        asked_for = [asyncio.ensure_future(batcher(torch.tensor(float(number)))) for number in range(20)]
+        await asyncio.sleep(0)
+    assert [float(await one) for one in asked_for] == list(map(float, range(20)))
+    async with gpuinfer.Batcher(lambda rows: rows) as batcher:
+        first = asyncio.ensure_future(batcher(torch.tensor(1.0)))
+        await asyncio.sleep(0)  # it opens the model while the block is left
+    assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], torch.Tensor | Closed)
+
+
+async def test_another_loop_does_not_open_it():
+    async with gpuinfer.Batcher(lambda rows: rows) as batcher:
+        with pytest.raises(UsageError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(asked(batcher, torch.zeros(()))))
+        assert float(await batcher(torch.tensor(1.0))) == 1.0
+
+
+async def test_a_timeout_bounds_the_wait_for_room_too():
+    model, row = Blocking(), torch.tensor(100.0)
+    async with gpuinfer.Batcher(model, max_queue_rows=1, example=row) as batcher:
+        held = asyncio.ensure_future(batcher(row))
+        await asyncio.to_thread(model.started.wait, PATIENCE_S)
+        with pytest.raises(Expired, match=r"no answer within 0\.05 s"):
+            await batcher(row, timeout=0.05)
+        model.go.set()
+        assert float(await held) == 100.0
+
+
+async def test_answers_are_given_while_rows_still_come():
+    asked_for, answered = [], asyncio.Event()
+
+    async def rows():
+        for number in range(3):
+            asked_for.append(number)
+            yield torch.tensor(float(number))
+            if number == 1:
+                await asyncio.wait_for(answered.wait(), PATIENCE_S)  # it needs an answer to go on
+
+    async with gpuinfer.Batcher(lambda rows: rows) as batcher:
+        found = []
+        async for answer in batcher.stream(rows()):
+            found.append(float(answer))
+            answered.set()
+    assert found == [0.0, 1.0, 2.0]
+
+
+def test_a_bad_row_is_raised_at_its_place():
+    with gpuinfer.Batcher(lambda rows: rows) as batcher:
+        answers = batcher.map([torch.zeros(2), torch.ones(2), torch.zeros(3), torch.ones(2)])
+        assert [one.tolist() for one in (next(answers), next(answers))] == [[0.0, 0.0], [1.0, 1.0]]
+        with pytest.raises(RequestError, match="Rows of several lengths"):
+            next(answers)
+
+
+class Uncopyable(Convolutions):
+    """A module that holds a lock, so that it computes itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_module_that_cannot_be_copied_is_given_back_in_its_mode():
+    model, row = Uncopyable(), torch.ones(3, 8, 8)
+    with gpuinfer.Batcher(model, devices=["cpu", "cpu"]) as first:
+        wanted = first.predict(row)
+        with gpuinfer.Batcher(model) as second:
+            assert like(second.predict(row), wanted)
+        assert not model.training, "the first still computes with it"
+        assert like(first.predict(row), wanted)
+    assert all(one.training for one in model.modules())
+    failing = gpuinfer.Batcher(model)
+    with pytest.raises(UsageError):
+        failing.predict(torch.ones(2))
+    assert all(one.training for one in model.modules())
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, rows):
+        self.calls += 1
+        return rows
+
+
+def test_buffers_that_a_forward_writes_to_are_its_own():
+    model = Counting()
+    with gpuinfer.Batcher(model) as batcher:
+        batcher.predict(torch.ones(2))
+    assert float(model.calls) == 0.0
+
+
+@pytest.mark.parametrize("change", [lambda a: a[:, ::-1], lambda a: np.broadcast_to(a[:, :1], a.shape)])
+def test_a_function_may_answer_with_any_array(change):
+    with gpuinfer.Batcher(change) as batcher:
+        assert batcher.predict(np.arange(3.0)).tolist() == change(np.arange(3.0)[None])[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("model", "cure"),
+    [
+        (Counting().forward, "it is an object that was made, a method"),
+        (Blocking(), "it is an object that was made"),
+        (nn.LazyLinear(3), "lazy layers"),
+    ],
+)
+def test_what_cannot_go_to_another_process_is_refused_here(model, cure):
+    with pytest.raises(UsageError, match=cure):
+        gpuinfer.Batcher(model, backend="central") if "lazy" not in cure else opened(model)
+
+
+def test_models_have_options_of_their_own():
+    with gpuinfer.Models(a=torch.sin, b=torch.cos, options={"b": {"max_rows": 8}}) as models:
+        for name in "ab":
+            models[name].predict_batch(torch.zeros(40, 1))
+        largest = {name: one["batches"]["rows_max"] for name, one in models.report().items()}
+    assert largest == {"a": 40, "b": 8}
+
+
+def test_other_programs_flags_are_left_as_they_are():
+    from gpuinfer.library.choices import python_words
+
+    assert python_words("git log --max-count=3, and --device cpu") == 'git log --max-count=3, and devices="cpu"'
