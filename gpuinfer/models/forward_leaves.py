@@ -17,7 +17,7 @@ from gpuinfer.errors import BackendError, BadResult, UsageError
 from gpuinfer.host import error_text
 from gpuinfer.models.cuda_graphs import release_cached_memory
 from gpuinfer.models.forward_cpu import padded
-from gpuinfer.models.model_object import FunctionModel, caller_of
+from gpuinfer.models.model_object import FunctionModel, caller_of, tensor_of_array
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
 from gpuinfer.models.row_blocks import layout_of, rearranged, sound_rows, tensors_of
 from gpuinfer.models.row_format import AnswerLayout
@@ -64,6 +64,8 @@ class LeavesForward:
         self._plain = isinstance(module, FunctionModel)
         self._casts = [dtype if leaf.dtype in FLOATS and not self._plain else None for leaf in layout.leaves]
         self._call = caller_of(module, layout)
+        own = (*module.parameters(), *module.buffers())
+        self._memory = frozenset(one.untyped_storage().data_ptr() for one in own)
         self.step = StepSize(chunk_rows, str(device), whose)
 
     def __call__(self, requests: Sequence[Rows]) -> list[Any]:
@@ -118,10 +120,16 @@ class LeavesForward:
     def _answered(self, requests: Sequence[Rows]) -> LeafAnswers:
         """The model's answers to the rows of all requests."""
         leaves, rows = self._joined(requests)
-        inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        inputs = [(leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes) for leaf in leaves]
         answer, parts = self._through(leaves, rows)
-        parts = [part.clone() if part.untyped_storage().data_ptr() in inputs else part.cpu() for part in parts]
+        parts = [part.clone() if self._is_shared(part, inputs) else part.cpu() for part in parts]
         return LeafAnswers(answer, parts, self._sound(parts, rows))
+
+    def _is_shared(self, part: Tensor, inputs: Sequence[tuple[int, int]]) -> bool:
+        """Whether an answer lies in the rows' memory or in the model's, or rows of it in one another's."""
+        at = part.data_ptr()
+        shares = any(begin <= at < end for begin, end in inputs) or part.untyped_storage().data_ptr() in self._memory
+        return shares or any(stride == 0 and size > 1 for stride, size in zip(part.stride(), part.shape, strict=True))
 
     def _sound(self, parts: Sequence[Tensor], rows: int) -> Tensor | None:
         floats = [part for part in parts if part.is_floating_point()] if self._check else []
@@ -161,7 +169,8 @@ class LeavesForward:
             leaves = [self._stacked(column) for column in zip(*singles, strict=True)]
         else:
             columns = zip(*(leaves_in(one, self._layout) for one in requests), strict=True)
-            leaves = [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
+            # Of one request a copy, since a module may write to what it is given.
+            leaves = [column[0].clone() if len(column) == 1 else torch.cat(column) for column in columns]
         return self._cast(leaves), rows
 
     def _cast(self, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -192,7 +201,7 @@ class LeavesForward:
             ) from None
         given = len(leaves[0])
         for part in parts:
-            if part.dim() < 1 or len(part) not in (rows, given):
+            if part.dim() < 1 or len(part) != given:
                 raise BackendError(
                     f"{self._whose} answered {given} rows with {list(part.shape)}. Let the first dimension of each "
                     "answer be that of the rows."
@@ -241,8 +250,4 @@ def leaves_in(request: Rows, layout: RowLayout) -> list[Tensor]:
 
 def leaf_tensor(leaf: Any) -> Tensor:
     """A leaf as a tensor on its own memory, where torch can use that."""
-    if isinstance(leaf, Tensor):
-        return leaf
-    array = np.asarray(leaf)
-    usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
-    return torch.from_numpy(array if usable else array.copy())
+    return leaf if isinstance(leaf, Tensor) else tensor_of_array(np.asarray(leaf))

@@ -751,3 +751,46 @@ def test_other_programs_flags_are_left_as_they_are():
     from gpuinfer.library.choices import python_words
 
     assert python_words("git log --max-count=3, and --device cpu") == 'git log --max-count=3, and devices="cpu"'
+
+
+class Sharing(nn.Module):
+    """Answers with its own weights, whose memory rows would share."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 2))
+
+    def forward(self, rows):
+        return self.weight.expand(len(rows), 2)
+
+
+def test_answers_share_no_memory_with_weights_rows_or_one_another():
+    model, rows = Sharing(), np.ones((4, 3), np.float32)
+    with gpuinfer.Batcher(model) as batcher:
+        answer = batcher.predict_batch(torch.ones(3, 2))
+        answer[0] += 5
+    assert model.weight.tolist() == [[1.0, 1.0]]
+    assert answer[1].tolist() == [1.0, 1.0]
+    with gpuinfer.Batcher(lambda rows: rows[:, 1:]) as batcher:
+        answer = batcher.predict_batch(rows)
+        rows[:] = 7
+        assert answer.tolist() == [[1.0, 1.0]] * 4
+    with gpuinfer.Batcher(nn.ReLU(inplace=True)) as batcher:
+        given = torch.full((3, 2), -1.0)
+        assert batcher.predict_batch(given).tolist() == [[0.0, 0.0]] * 3
+        assert given.tolist() == [[-1.0, -1.0]] * 3
+
+
+def test_an_answer_of_fewer_rows_than_were_given_is_refused_though_a_batch_is_padded():
+    class Dropping(nn.Module):
+        def forward(self, rows):
+            return rows[rows[:, 0] >= 0]
+
+    with gpuinfer.Batcher(Dropping(), example=torch.zeros(2)) as batcher:
+        batch = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [3.0, 3.0]])
+        for number in range(2):
+            futures = [batcher.submit(row) for row in batch]
+            found = [one.exception(PATIENCE_S) or one.result().tolist() for one in futures]
+            assert all(isinstance(one, BackendError) or one == batch[at].tolist() for at, one in enumerate(found)), (
+                number
+            )
