@@ -24,7 +24,7 @@ from collections.abc import (
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from gpuinfer import stats
 from gpuinfer.api import Backend, Priority, Request, Setup, Strategy
@@ -138,6 +138,8 @@ class Batcher(SessionFigures):
                 raise UsageError(f"{name}={given!r} is no choice. Give one of {', '.join(map(repr, choices))}.")
         self._model, self._arguments, self._check = model, dict(arguments or {}), check
         self._weights = None if weights is None else os.fspath(weights)
+        if max_queue_rows is not None and max_queue_rows < 1:
+            raise UsageError(f"max_queue_rows={max_queue_rows!r} lets no row in. Give 1 or more.")
         self._backend, self._options = backend, options
         checked_options(backend, options, inspect.signature(Batcher).parameters)
         self._strategy = strategy_of(strategy)
@@ -199,6 +201,12 @@ class Batcher(SessionFigures):
         rows = "" if self._layout is None else f", rows of {self._layout}"
         return f"<gpuinfer.Batcher of {title_of(self._model) or 'a model'} on {self._backend}, {state}{rows}>"
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a batcher is not sent to other processes, nor copied. Make one in each process, or share one model among "
+            "them: gpuinfer.CentralServer."
+        )
+
     # Opening and closing
 
     def __enter__(self) -> Self:
@@ -236,7 +244,7 @@ class Batcher(SessionFigures):
         self._layout, self._remote = layout, session.remote
         self._largest = limits.max_rows
         most = max(LEAST_CAPACITY, BATCHES_OUTSTANDING * limits.max_rows)
-        self._capacity = most if self._max_queue_rows is None else max(1, self._max_queue_rows)
+        self._capacity = self._max_queue_rows or most
         if not self._remote:
             from gpuinfer.models.device import resolve_devices
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,9 +63,11 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def strategy_of(
-    given: Strategy | str, options: Mapping[str, Any] | None = None, setup: Setup | None = None
+    given: Strategy | str | Callable[[], Strategy], options: Mapping[str, Any] | None = None, setup: Setup | None = None
 ) -> Strategy:
     """A new strategy, by name, or of the class and options of the one that is given. Raises `UsageError`."""
+    if given in (dynamic, adaptive, by_priority):
+        given = given()  # as people write it who think of a class
     if isinstance(given, Strategy):
         return type(given)(setup or given.setup, **given.options.model_dump())
     if not isinstance(given, str):
@@ -152,7 +154,7 @@ def setup_from(**fields: Any) -> Setup:
             if isinstance(devices, list | tuple)
             else [devices]
         )
-        fields["devices"] = tuple(str(device).strip() for device in listed)
+        fields["devices"] = tuple(f"cuda:{one}" if isinstance(one, int) else str(one).strip() for one in listed)
     if "dtype" in fields:
         fields["dtype"] = str(fields["dtype"]).removeprefix("torch.")
     return replace(Setup(), **fields)

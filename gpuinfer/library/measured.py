@@ -131,9 +131,9 @@ class SessionFigures:
         return Progress(snapshot.rows, unit="rows")
 
     def stats(self) -> dict[str, Any]:
-        """The figures until now: requests, rows and their rates, batches, latency and queue wait in seconds, errors."""
+        """The figures until now: how much is done, rates, batches, latency and queue wait in seconds, errors."""
         report = self.report()
-        chosen = ("wall_s", "throughput", "batches", "latency_s", "queue_wait_s", "errors", "device")
+        chosen = ("wall_s", "progress", "throughput", "batches", "latency_s", "queue_wait_s", "errors", "device")
         return {name: report[name] for name in chosen}
 
     def report(self) -> dict[str, Any]:

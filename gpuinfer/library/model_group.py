@@ -18,7 +18,7 @@ class Models:
     """Several models, each answering rows as a `Batcher` does, that share a device.
 
         with gpuinfer.Models(policy=a, value=b, share={"policy": 3}) as models:
-            move, worth = models.predict_many([("policy", x), ("value", y)])
+            move, worth = models.predict_many([("policy", x), ("value", y)])      # (name, row), as many as you like
             models["value"].verdict()
 
     `share`: where several want the device at once, "policy" has three times as much of it as a model with a share of 1,
@@ -35,8 +35,8 @@ class Models:
         options: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        given = {**(models or {}), **named}
-        if not given:
+        given = {**models, **named} if isinstance(models, Mapping) else named
+        if not given or not isinstance(models, Mapping | None):
             raise UsageError("Models needs a model at least. Name them: gpuinfer.Models(policy=net, value=other).")
         shares, common = dict(share or {}), dict(options or {})
         own = {name: common.pop(name) for name in given if isinstance(common.get(name), Mapping)}
@@ -79,6 +79,17 @@ class Models:
     ) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return await asyncio.to_thread(self.__enter__)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    def __repr__(self) -> str:
+        return f"<gpuinfer.Models {', '.join(map(repr, self._batchers.values()))}>"
+
     def close(self) -> None:
         """Answer what was asked, then close them all."""
         with contextlib.ExitStack() as closing:
@@ -97,13 +108,13 @@ class Models:
 
     def predict_many(
         self,
-        requests: Iterable[tuple[str, Any]],
+        requests: Iterable[tuple[str, Any]] | Mapping[str, Any],
         *,
         priority: Priority | str = Priority.NORMAL,
         timeout: float | str | None = None,
     ) -> list[Any]:
-        """The answers to pairs of a model's name and a row, in their order; all are asked at once."""
-        futures = [self[name].submit(row, priority=priority, timeout=timeout) for name, row in requests]
+        """The answers to pairs of a model's name and a row, or to a dict of them, in their order; all are asked at once."""
+        futures = [self[name].submit(row, priority=priority, timeout=timeout) for name, row in _pairs(requests)]
         return [future.result() for future in futures]
 
     async def __call__(
@@ -114,13 +125,13 @@ class Models:
 
     async def many(
         self,
-        requests: Iterable[tuple[str, Any]],
+        requests: Iterable[tuple[str, Any]] | Mapping[str, Any],
         *,
         priority: Priority | str = Priority.NORMAL,
         timeout: float | str | None = None,
     ) -> list[Any]:
         """`predict_many`, awaited."""
-        asked = (self(name, row, priority=priority, timeout=timeout) for name, row in requests)
+        asked = [self(name, row, priority=priority, timeout=timeout) for name, row in _pairs(requests)]
         return list(await asyncio.gather(*asked))
 
     def stats(self) -> dict[str, dict[str, Any]]:
@@ -130,3 +141,14 @@ class Models:
     def report(self) -> dict[str, dict[str, Any]]:
         """The report of each model: see `Batcher.report`."""
         return {name: batcher.report() for name, batcher in self._batchers.items()}
+
+
+def _pairs(requests: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Raises `UsageError` for what is no pair of a name and a row."""
+    pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise UsageError(
+                'predict_many takes pairs of a model\'s name and a row. Give [("policy", x), ("value", y)].'
+            )
+    return pairs

@@ -141,7 +141,11 @@ class ModelServer(SessionFigures):
         """Returns once it serves. Raises what the model raises, and `UsageError` for an address that cannot be had."""
         self._described, self._backend, self._strategy, self._place = described, backend, strategy, place
         named = type(strategy).__name__.lower().removeprefix("by")
-        self._clock = SessionClock("serve", described.backend, named, described.setup, {})
+        options = {
+            "backends": {described.backend: backend.options.model_dump(mode="json")},
+            "strategies": {named: strategy.options.model_dump(mode="json")},
+        }
+        self._clock = SessionClock("serve", described.backend, named, described.setup, options)
         self._process = os.getpid()
         self._ready: Future[int] = Future()
         self._replica: ReplicaServer | None = None
@@ -150,6 +154,8 @@ class ModelServer(SessionFigures):
         self._thread.start()
         with in_python_words():
             self.port = self._ready.result()
+        if self._replica is not None:  # what loading the model took is no work
+            asyncio.run_coroutine_threadsafe(self._replica.session.mark(), self._loop).result(FACTS_S)
         self._clock.begin()
         atexit.register(self.close)
 

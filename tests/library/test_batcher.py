@@ -6,6 +6,7 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -163,6 +164,7 @@ def test_the_object_is_given_back_untouched_and_its_weights_are_shared():
         pytest.param("test_batcher:Convolutions", {"arguments": {"width": 3}}, id="a name"),
         pytest.param(IMAGES, {"dtype": torch.bfloat16}, id="bfloat16"),
         pytest.param(Convolutions().to(torch.bfloat16), {}, id="in bfloat16"),
+        pytest.param(IMAGES, {"strategy": gpuinfer.Adaptive}, id="a strategy as a class"),
         pytest.param(IMAGES, {"strategy": gpuinfer.Dynamic("2ms", max_rows=8)}, id="the first option by place"),
         pytest.param(IMAGES, {"strategy": "priority", "max_rows": "2k"}, id="a strategy by name"),
         pytest.param(IMAGES, {"strategy": gpuinfer.Adaptive(latency_target="50ms")}, id="a strategy"),
@@ -416,6 +418,9 @@ BAD_USE = [
     (lambda: gpuinfer.Batcher(lambda rows: rows, backend="central"), "a lambda.*nets.py.*import scaled"),
     (lambda: gpuinfer.Batcher(IMAGES, max_batch_size=8), "That is max_rows=… here"),
     (lambda: gpuinfer.Batcher(IMAGES, device="cpu"), "That is devices=… here"),
+    (lambda: opened(IMAGES, devices=7), "no device 'cuda:7'|devices=\"cpu\""),
+    (lambda: gpuinfer.Batcher(IMAGES, max_queue_rows=0), "Give 1 or more"),
+    (lambda: pickle.dumps(gpuinfer.Batcher(IMAGES)), "gpuinfer.CentralServer"),
     (lambda: gpuinfer.Batcher(IMAGES, max_wait=0.01), "strategy=gpuinfer.Dynamic"),
     (lambda: gpuinfer.Batcher(IMAGES)(torch.zeros(3, 8, 8)), r"y = await batcher\(row\).*call batcher.predict"),
     (lambda: list(gpuinfer.Batcher(IMAGES).map({"images": torch.zeros(2, 3, 8, 8)})), "goes to predict_batch"),

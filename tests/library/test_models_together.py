@@ -40,12 +40,18 @@ async def test_models_are_awaited_from_any_loop():
         assert [float(one) for one in found] == [2.0 * n for n in range(30)]
         assert float(await models("a model", torch.tensor(4.0), priority="low")) == 8.0
         assert models["a model"].stats()["batches"]["rows_max"] <= 8
+    async with gpuinfer.Models(double=double, negated=negated) as models:
+        found = await models.many({"double": torch.tensor(1.0), "negated": torch.tensor(1.0)})
+        assert [float(found[0]), float(found[1]["value"])] == [2.0, -1.0]
+        assert "double" in repr(models)
 
 
 @pytest.mark.parametrize(
     ("use", "error", "cure"),
     [
         (lambda: gpuinfer.Models(), UsageError, "a model at least"),
+        (lambda: gpuinfer.Models([double, double]), UsageError, "Name them"),
+        (lambda: gpuinfer.Models(a=double).predict_many([torch.ones(2)]), UsageError, "pairs of a model's name and"),
         (lambda: gpuinfer.Models(a=double, share={"b": 2}), UnknownName, "Models: a"),
         (lambda: gpuinfer.Models(a=double, share={"a": -1}), UsageError, "above 0"),
         (lambda: gpuinfer.Models(policy=double).predict("polcy", 1.0), UnknownName, "Did you mean 'policy'"),
