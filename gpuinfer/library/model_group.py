@@ -113,7 +113,7 @@ class Models:
         priority: Priority | str = Priority.NORMAL,
         timeout: float | str | None = None,
     ) -> list[Any]:
-        """The answers to pairs of a model's name and a row, or to a dict of them, in their order; all are asked at once."""
+        """The answers to pairs of a model's name and a row (or a dict of them), in their order; all asked at once."""
         futures = [self[name].submit(row, priority=priority, timeout=timeout) for name, row in _pairs(requests)]
         return [future.result() for future in futures]
 
