@@ -51,6 +51,7 @@ from gpuinfer.models.row_layout import (
     batch_payload,
     checked_leaves,
     first_row,
+    full_leaves,
     layout_of_row,
     named_spec,
     padded_leaves,
@@ -98,15 +99,17 @@ class Batcher(SessionFigures):
         async with gpuinfer.Batcher(model) as batcher:       # from any coroutine of this event loop
             y = await batcher(x, priority="high", timeout=0.2)
 
-    `strategy`: when a batch is cut; a name, or `gpuinfer.Dynamic`, `Adaptive`, `ByPriority`. `backend`: "inprocess", or
-    "central" for a server process, which imports the model's class. `devices`: "auto", "cpu", "cuda:1", "all", or a
-    list. `dtype`: what modules compute in; by default their own where that is float16 or bfloat16, else float32. Their
-    answers are float32. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end
-    with `pad_value`, to a few lengths) or "group" (with rows of the same shape only). `queue`: when `max_queue_rows`
-    are outstanding, a further row waits ("wait") or raises `QueueFull` ("refuse"). `check`: an answer with NaN or +inf
-    raises `BadResult`. Further keyword arguments are the backend's options (`gpuinfer docs inprocess`), such as
-    `max_rows=256` (of a batch) or `threads=1`. On a CUDA device two threads run the model, each on its own stream; a
-    model that changes itself while it computes needs `in_flight=1`.
+    `strategy`: when a batch is cut; a name, or `gpuinfer.Dynamic`, `Adaptive`, `ByPriority`. `backend`: "inprocess";
+    "central" for a server process, which imports the model's class; or "fleet", with a model's name, or with None and
+    `endpoint="http://host:8000"` of a server that runs. `devices`: "auto", "cpu", "cuda:1", "all", or a list. `dtype`:
+    what modules compute in; by default their own where that is float16 or bfloat16, else float32. Their answers are
+    float32. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end with
+    `pad_value`, to a few lengths) or "group" (with rows of the same shape only); to other processes "pad" alone, to the
+    length of the `example`. `queue`: when `max_queue_rows` are outstanding, a further row waits ("wait") or raises
+    `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. Further keyword arguments are the
+    backend's options (`gpuinfer docs inprocess`), such as `max_rows=256` (of a batch) or `threads=1`. On a CUDA device
+    two threads run the model, each on its own stream; a model that changes itself while it computes needs
+    `in_flight=1`.
 
     Raises `UsageError` for what cannot be served, with the cure. Where a row makes the model raise, that row's caller
     gets the error, and its neighbours are answered.
@@ -146,10 +149,10 @@ class Batcher(SessionFigures):
         self._ragged: Ragged = ragged
         self._pad_value, self._refuses, self._max_queue_rows = pad_value, queue == "refuse", max_queue_rows
         self._source: LocalModel | None = None
-        if ragged is not None and backend != "inprocess":
+        if backend != "inprocess" and (ragged == "group" or (ragged == "pad" and example is None)):
             raise UsageError(
-                f'ragged={ragged!r} and backend="{backend}": to other processes all rows travel in one shape. Pad them '
-                'yourself and leave ragged out, or use backend="inprocess".'
+                f'ragged={ragged!r} and backend="{backend}": to other processes all rows travel in one shape. Give '
+                'ragged="pad" and the longest row as the example, or use backend="inprocess".'
             )
         if weights is not None and not isinstance(model, str | None):
             raise UsageError(
@@ -602,12 +605,14 @@ class Batcher(SessionFigures):
         assert layout is not None
         leaves = checked_leaves(row, layout, self._devices)
         group = None
-        if layout.ragged is not None:
+        if layout.ragged is not None and not self._remote:
             if layout.ragged == "pad":
                 leaves = padded_leaves(leaves, layout, self._pad_value)
             group = tuple(tuple(leaf.shape) for leaf in leaves)
         if self._remote:
-            return batch_payload([leaf[None] for leaf in leaves], 1, layout, packed=True), group
+            if layout.ragged is not None:
+                leaves = full_leaves(leaves, layout, self._pad_value)
+            return batch_payload([leaf[None] for leaf in leaves], 1, layout, packed=True), None
         if self._lies_there(leaves):
             from gpuinfer.models.forward_leaves_cuda import DeviceRows
 
@@ -621,7 +626,9 @@ class Batcher(SessionFigures):
         layout = self._layout
         assert layout is not None
         rows = len(leaves[0])
-        group = tuple(tuple(leaf.shape[1:]) for leaf in leaves) if layout.ragged else None
+        if layout.ragged is not None and self._remote:
+            leaves = full_leaves(leaves, layout, self._pad_value, batch=True)
+        group = tuple(tuple(leaf.shape[1:]) for leaf in leaves) if layout.ragged and not self._remote else None
         if self._lies_there(leaves):
             from gpuinfer.models.forward_leaves_cuda import DeviceRows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -104,11 +104,6 @@ class RowLayout:
             return tuple(built(one) for one in form)
 
         return built(self.form)
-
-    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> RowLayout:
-        """The same, with leaves of these shapes: of a group of ragged rows."""
-        leaves = tuple(replace(leaf, shape=shape) for leaf, shape in zip(self.leaves, shapes, strict=True))
-        return replace(self, leaves=leaves)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -443,20 +438,35 @@ def padded_length(length: int) -> int:
 
 def padded_leaves(leaves: Sequence[Any], layout: RowLayout, value: float) -> list[Any]:
     """The leaves of a ragged row, each filled up at its end to its padded length."""
+    lengths = [padded_length(array.shape[0]) if array.shape else 0 for array in leaves]
+    whole = zip(leaves, layout.leaves, lengths, strict=True)
+    return [_longer(array, length, value) if leaf.shape else array for array, leaf, length in whole]
+
+
+def full_leaves(leaves: Sequence[Any], layout: RowLayout, value: float, batch: bool = False) -> list[Any]:
+    """The leaves of a ragged row, or of a `batch` of such, each filled up to its length in the layout. Raises
+    `RequestError` for a longer one.
+    """
     found = []
     for array, leaf in zip(leaves, layout.leaves, strict=True):
-        wanted = padded_length(array.shape[0]) if leaf.shape else 0
-        if not leaf.shape or array.shape[0] == wanted:
-            found.append(array)
-        elif is_tensor(array):
-            longer = array.new_full((wanted, *array.shape[1:]), value)
-            longer[: array.shape[0]] = array
-            found.append(longer)
-        else:
-            longer = np.full((wanted, *array.shape[1:]), value, array.dtype)
-            longer[: array.shape[0]] = array
-            found.append(longer)
+        length = array.shape[batch] if leaf.shape else 0
+        if leaf.shape and length > leaf.shape[0]:
+            raise RequestError(
+                f"this row has {length} where the example has {leaf.shape[0]}, to which all are padded. Give the "
+                "longest row as the example when the batcher is made."
+            )
+        found.append(_longer(array, leaf.shape[0], value, int(batch)) if leaf.shape else array)
     return found
+
+
+def _longer(array: Any, length: int, value: float, axis: int = 0) -> Any:
+    """An array filled up at the end of this axis to this length."""
+    if array.shape[axis] == length:
+        return array
+    shape = (*array.shape[:axis], length, *array.shape[axis + 1 :])
+    longer = array.new_full(shape, value) if is_tensor(array) else np.full(shape, value, array.dtype)
+    longer[(slice(None),) * axis + (slice(array.shape[axis]),)] = array
+    return longer
 
 
 def parsed_shape(text: str) -> tuple[int, ...]:

@@ -90,6 +90,19 @@ def test_answers_are_checked_and_rows_are_like_the_first():
             batcher.predict(torch.ones(2, 2))
 
 
+def test_rows_of_several_lengths_are_padded_to_the_longest():
+    longest = torch.zeros(6, dtype=torch.int64)
+    with gpuinfer.Batcher(TokenSums(), backend="central", ragged="pad", pad_value=100, example=longest) as batcher:
+        assert [one.item() for one in batcher.predict(torch.tensor([1, 2, 3]))] == [306, 6]
+        assert [one.tolist() for one in batcher.predict_batch(torch.tensor([[1, 2], [3, 4]]))] == [[403, 407], [6, 6]]
+        assert batcher.predict(torch.ones(6, dtype=torch.int64))[0] == 6
+        with pytest.raises(RequestError, match=r"this row has 7 where the example has 6.*the longest row"):
+            batcher.predict(torch.ones(7, dtype=torch.int64))
+    for options in ({"ragged": "group", "example": longest}, {"ragged": "pad"}):
+        with pytest.raises(UsageError, match='Give ragged="pad" and the longest row as the example'):
+            gpuinfer.Batcher(TokenSums(), backend="central", **options)
+
+
 def test_what_cannot_go_to_another_process_is_refused_with_the_cure():
     class Local(torch.nn.Module):
         pass
