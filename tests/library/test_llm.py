@@ -87,6 +87,13 @@ def test_other_backends_answer_alike_and_a_seed_of_a_call_is_that_of_a_run(by_co
     assert one.report()["progress"]["done"] == len(PROMPTS) + 2
 
 
+def test_a_seed_of_a_call_is_that_of_a_run_of_a_diffusion_model_too():
+    with library.LLM("tiny-llada", seed=3) as run, library.LLM("tiny-llada") as call:
+        texts = [one.text for one in run.generate(["Once"] * 2, max_new_tokens=8)]
+        assert [one.text for one in call.generate(["Once"] * 2, max_new_tokens=8, seed=3)] == texts
+        assert len(set(texts)) == 2
+
+
 def test_a_seed_in_a_row_means_what_it_means_to_the_command(llm):
     """The answer of that seed, whatever the prompt is called."""
     rows = [{"prompt": "Once", "seed": 3, "id": "a"}, {"prompt": "Once", "seed": 3, "id": "b"}]
