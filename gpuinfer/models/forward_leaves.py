@@ -64,7 +64,7 @@ class LeavesForward:
         self._plain = isinstance(module, FunctionModel)
         self._casts = [dtype if leaf.dtype in FLOATS and not self._plain else None for leaf in layout.leaves]
         self._call = caller_of(module, layout)
-        own = (*module.parameters(), *module.buffers())
+        own = (*module.parameters(), *module.buffers()) if device.type == "cpu" else ()  # answers of others are copied
         self._memory = frozenset(one.untyped_storage().data_ptr() for one in own)
         self.step = StepSize(chunk_rows, str(device), whose)
 
