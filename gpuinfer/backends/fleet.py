@@ -100,8 +100,8 @@ class FleetRemote(Backend):
         if model.layout is not None:
             if not takes(served, model.layout):
                 raise UsageError(
-                    f"{url} serves '{served.id}', whose rows are {described(served)}, and these are {model.layout}. "
-                    "Give rows like those, or serve a model that takes these."
+                    f"{url} serves '{served.id}', whose rows are {row_description(served)}, and these are "
+                    f"{model.layout}. Give rows like those, or serve a model that takes these."
                 )
         elif model.kind == "rows" and (model.inputs, model.input_dtype) != (served.features, served.input_dtype):
             more = "".join(f" --{name} {value}" for name, value in model.arguments.items())
@@ -202,7 +202,7 @@ def takes(served: ServedModel, layout: RowLayout) -> bool:
     return flat and layout.leaves[0] == Leaf((), (served.features or 0,), served.input_dtype or "")
 
 
-def described(served: ServedModel) -> str:
+def row_description(served: ServedModel) -> str:
     """What the rows of a server's model look like."""
     if served.row is None:
         return f"{served.input_dtype} [{served.features}]"

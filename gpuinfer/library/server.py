@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +22,8 @@ from gpuinfer.models.row_layout import layout_of_row, named_spec
 from gpuinfer.serving.replica import ListenOptions, ReplicaServer
 from gpuinfer.serving.serve_options import HERE, ServeOptions, is_of_rows, served_spec
 from gpuinfer.stats import Snapshot
+
+log = logging.getLogger("gpuinfer")
 
 FACTS_S = 10.0  # for the server's loop to say its counters
 ENDING_S = 15.0  # for connections and the model to close, once requests are answered
@@ -150,6 +153,7 @@ class ModelServer(SessionFigures):
         self._ready: Future[int] = Future()
         self._replica: ReplicaServer | None = None
         self._final: Snapshot | None = None
+        self._failure: BaseException | None = None  # why it has ended by itself
         self._thread = threading.Thread(target=self._work, name="gpuinfer server", daemon=True)
         self._thread.start()
         with in_python_words():
@@ -157,7 +161,13 @@ class ModelServer(SessionFigures):
         if self._replica is not None:  # what loading the model took is no work
             asyncio.run_coroutine_threadsafe(self._replica.session.mark(), self._loop).result(FACTS_S)
         self._clock.begin()
-        atexit.register(self.close)
+        closing = weakref.WeakMethod(self.close)
+
+        def close_at_exit() -> None:
+            if (close := closing()) is not None:
+                close()
+
+        threading._register_atexit(close_at_exit)  # type: ignore[attr-defined]  # `atexit` is too late: threads are over
 
     def __enter__(self) -> Self:
         return self
@@ -178,14 +188,17 @@ class ModelServer(SessionFigures):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is closed by another thread, or for so many seconds; Ctrl-C ends the wait."""
+        """Wait until it is closed by another thread, or for so many seconds; Ctrl-C ends the wait. Raises the error of
+        a server that has failed.
+        """
         self._thread.join(timeout)
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Finish the requests under way, for `drain_timeout` seconds at most, then stop."""
         if self._process != os.getpid():  # a forked child: the server is its parent's
             return
-        atexit.unregister(self.close)
         if (replica := self._replica) is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(replica.stop.set)
         self._thread.join(self._place.drain_s + ENDING_S)
@@ -198,6 +211,9 @@ class ModelServer(SessionFigures):
         except BaseException as error:  # noqa: BLE001 (the caller's, or of a server that has failed)
             if not self._ready.done():
                 self._ready.set_exception(error)
+            else:
+                self._failure = error
+                log.error("the server at %s has ended: %s", self.url, error)
         finally:
             if not self._ready.done():
                 self._ready.set_exception(Closed("the server was closed while it started. Make another."))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -307,6 +309,21 @@ def test_a_folder_of_text_is_served_as_openai_has_it():
 def test_what_cannot_be_served_is_refused_with_the_cure(model, arguments, said):
     with pytest.raises((UsageError, RequestError), match=said):
         gpuinfer.serve(model, **arguments)
+
+
+def test_a_port_that_is_taken_is_refused_in_words_of_python(images, model):
+    with pytest.raises(UsageError, match=rf"port {images.port} of 127.0.0.1 is in use.* Use port=\d+, which is free"):
+        gpuinfer.serve(model, example=torch.zeros(IMAGE), port=images.port)
+
+
+@pytest.mark.thorough
+def test_a_program_that_closes_nothing_ends_in_silence(tmp_path):
+    program = "import gpuinfer, torch\nserver = gpuinfer.serve(torch.nn.Linear(2, 1), example=torch.zeros(2))\n"
+    (tmp_path / "program.py").write_text(program + "print(server.url)\n")
+    words = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("http://127.0.0.1:")
 
 
 def test_it_answers_what_is_under_way_and_ends():

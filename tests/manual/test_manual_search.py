@@ -47,6 +47,8 @@ questions#how-long: eta
 questions#does-self-play-resign: resign
 questions#llm-in-a-program: llm
 questions#selfplay-in-a-program: play_async, selfplay in a program
+questions#centralserver: CentralServer
+questions#gpuinferserve: gpuinfer.serve, serve a model object
 questions#from-python: notebook, jupyter, asyncio, python api, from python
 questions#fastapi: fastapi, flask, django, litserve, bentoml, web service
 python#any-model: batcher, gpuinfer.Batcher
