@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from gpuinfer import stats
-from gpuinfer.api import Backend, Priority, Request, Setup, Strategy
+from gpuinfer.api import Backend, Priority, Progress, Request, Roofline, Setup, Strategy
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, UsageError
 from gpuinfer.host import children
@@ -56,6 +56,7 @@ from gpuinfer.models.row_layout import (
     named_spec,
     padded_leaves,
 )
+from gpuinfer.runtime import run_roofline
 from gpuinfer.runtime.background_session import BackgroundSession, PendingAnswer
 from gpuinfer.runtime.session import Session
 
@@ -106,7 +107,8 @@ class Batcher(SessionFigures):
     float32. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end with
     `pad_value`, to a few lengths) or "group" (with rows of the same shape only); to other processes "pad" alone, to the
     length of the `example`. `queue`: when `max_queue_rows` are outstanding, a further row waits ("wait") or raises
-    `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. Further keyword arguments are the
+    `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. `roofline`: measure the bare model
+    first, for some seconds; the verdict then knows what larger batches would bring. Further keyword arguments are the
     backend's options (`gpuinfer docs inprocess`), such as `max_rows=256` (of a batch) or `threads=1`. On a CUDA device
     two threads run the model, each on its own stream; a model that changes itself while it computes needs
     `in_flight=1`.
@@ -134,6 +136,7 @@ class Batcher(SessionFigures):
         weights: str | os.PathLike[str] | None = None,
         seed: int = 0,
         share: float = 1.0,
+        roofline: bool = False,
         **options: Any,
     ) -> None:
         for name, given, choices in (("ragged", ragged, (None, "pad", "group")), ("queue", queue, ("wait", "refuse"))):
@@ -143,7 +146,7 @@ class Batcher(SessionFigures):
         self._weights = None if weights is None else os.fspath(weights)
         if max_queue_rows is not None and max_queue_rows < 1:
             raise UsageError(f"max_queue_rows={max_queue_rows!r} lets no row in. Give 1 or more.")
-        self._backend, self._options = backend, options
+        self._backend, self._options, self._measures = backend, options, roofline
         checked_options(backend, options, inspect.signature(Batcher).parameters)
         self._strategy = strategy_of(strategy)
         self._ragged: Ragged = ragged
@@ -175,6 +178,14 @@ class Batcher(SessionFigures):
             self._source = LocalModel(model, self._arguments)
             if backend != "inprocess":
                 PortableModel.of(self._source)  # refuses a model that cannot go to another process
+            elif roofline:
+                try:
+                    PortableModel.of(self._source)
+                except UsageError as error:
+                    raise UsageError(
+                        "roofline=True measures the model in a process of its own, and this one cannot go there. Leave "
+                        "it out, or write the model to a file and import it."
+                    ) from error
             dtype = dtype or self._source.half_dtype
         self._setup = setup_from(devices=devices, dtype=dtype, seed=seed, deterministic=deterministic, share=share)
         self._layout = None if example is None else layout_of_row(example, ragged)
@@ -192,6 +203,7 @@ class Batcher(SessionFigures):
         self._final: stats.Snapshot | None = None  # once it is closed
         self._room = threading.Condition()
         self._outstanding = 0  # rows that are not settled
+        self._peak = 0  # the most that ever were
         self._capacity = 0
         self._largest = 0  # rows of one request
         self._single: tuple[Any, Any, Any] = (None, None, None)  # class, shape and dtype of rows that are one array
@@ -230,10 +242,12 @@ class Batcher(SessionFigures):
                 return
             self._refuse_unusable(in_loop=False)
             backend = self._backend_for(layout)
+            measured = self._measured(backend)
             background = BackgroundSession(backend, strategy_of(self._strategy, setup=backend.setup))
             background.__enter__()
             try:
                 with in_python_words():
+                    background.session.roofline = self._clock.roofline = measured
                     background.ready()
             except BaseException:
                 background.__exit__(None, None, None)
@@ -241,6 +255,22 @@ class Batcher(SessionFigures):
                 raise
             self._background = background
             self._opened(layout, backend, background.session)
+
+    def _measured(self, backend: Backend) -> Roofline | None:
+        """What the bare model does, measured in a process of its own, where that is wanted. Blocks for some seconds."""
+        spec = backend.setup.model
+        if not self._measures or spec is None:
+            return None
+        children.refuse_while_imported("measuring a model")
+        if spec.layout is not None and spec.layout.form is not None:
+            raise UsageError("roofline=True measures models of one tensor, and a row here has parts. Leave it out.")
+        if self._source is not None:
+            from gpuinfer.models.model_object import PortableModel
+
+            setup = replace(backend.setup, model=replace(spec, source=PortableModel.of(self._source)))
+            backend = backend_of(self._backend, setup, self._options)
+        with in_python_words(), run_roofline.bare_model(backend) as bare:
+            return bare.before()
 
     def _opened(self, layout: RowLayout, backend: Backend, session: Session) -> None:
         limits = session.limits
@@ -303,10 +333,12 @@ class Batcher(SessionFigures):
             if self._closed:
                 raise Closed("this batcher is closed. Make another.")
             backend = self._backend_for(layout)
+            measured = await asyncio.to_thread(self._measured, backend)
             session = Session(backend, strategy_of(self._strategy, setup=backend.setup))
             await session.__aenter__()
             try:
                 with in_python_words():
+                    session.roofline = self._clock.roofline = measured
                     await session.ready()
                 await session.mark()
             except BaseException:
@@ -523,6 +555,7 @@ class Batcher(SessionFigures):
         payload, group = self._payload(row)
         if timeout is None and self._loop is asyncio.get_running_loop() and self._outstanding < self._capacity:
             self._outstanding += 1
+            self._peak = max(self._peak, self._outstanding)
             try:
                 answer = await session.engine.submit(payload, priority=priority, group=group)
             except GpuinferError as error:
@@ -661,6 +694,7 @@ class Batcher(SessionFigures):
                 self._room.wait(min(1.0, left))
                 self._refuse_unusable(in_loop=False)
             self._outstanding += rows
+            self._peak = max(self._peak, self._outstanding)
         now = time.monotonic()
         answer = RowFuture(background, Request(payload, rows, now, priority, until, group), session.engine)
         answer.owner, answer.count = self, count
@@ -732,6 +766,7 @@ class Batcher(SessionFigures):
                 if self._loop is None:
                     return await asyncio.wrap_future(self._send(payload, count, group, priority, until))
                 self._outstanding += rows
+                self._peak = max(self._peak, self._outstanding)
                 try:
                     left = until - time.monotonic()
                     answer = await session(payload, rows=rows, priority=priority, timeout=left, group=group)
@@ -768,6 +803,10 @@ class Batcher(SessionFigures):
         return tuple(map(made, answer)) if isinstance(answer, tuple | list) else made(answer)
 
     # Figures
+
+    def _progress(self, snapshot: stats.Snapshot) -> Progress:
+        at_once = self._peak * snapshot.requests / snapshot.rows if snapshot.rows else 0  # requests of several rows
+        return Progress(snapshot.rows, unit="rows", facts={"clients": at_once} if at_once else {})
 
     def _snapshot(self) -> stats.Snapshot:
         if self._final is not None:

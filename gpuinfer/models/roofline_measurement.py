@@ -10,6 +10,7 @@ clock's rounding, which is why several must be as high.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -166,6 +167,7 @@ def launcher(module: nn.Module, inputs: Tensor) -> Callable[[], None]:
 
 
 CPU_SIZES = tuple(64 << doubling for doubling in range(7))  # 64 to 4,096 rows
+MOST_BYTES = 1 << 28  # of a batch: rows may be images
 CUDA_SIZES = tuple(256 << doubling for doubling in range(9))  # 256 to 65,536 rows
 WORTH = 1.03  # a gain below this is noise
 STALE = 2  # doublings without a gain that end an arrangement
@@ -267,8 +269,10 @@ def measured_on(
     if spec.layout is not None:
         leaf = spec.layout.leaves[0]
         shape, kind = leaf.shape, computed if leaf.dtype in FLOATS else getattr(torch, leaf.dtype)
-    inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), *shape, dtype=kind)
-    inputs = inputs.to(place)
+    sizes = CUDA_SIZES if place.type == "cuda" else CPU_SIZES
+    row_bytes = kind.itemsize * math.prod(shape)
+    sizes = tuple(size for size in sizes if size * row_bytes <= MOST_BYTES) or sizes[:1]
+    inputs = torch.ones(sizes[-1], *shape, dtype=kind).to(place)
 
     def look(arrangement: Arrangement, rows: int, seconds: float) -> Sequence[float]:
         try:
@@ -282,7 +286,6 @@ def measured_on(
 
     cuda = place.type == "cuda"
     arrangements = [Arrangement(1), Arrangement(2)] if cuda else cpu_arrangements(cores, deterministic)
-    sizes = CUDA_SIZES if cuda else CPU_SIZES
     known = [one for one in arrangements if only is not None and str(one) == only.arrangement and only.at_rows in sizes]
     if only is not None and known:
         return Roofline(sustained(look(known[0], only.at_rows, budget_s)), only.at_rows, only.arrangement)

@@ -110,6 +110,8 @@ class RooflineProcess:
             self.close()
             if code == 0:
                 return None
+            if code == children.UNGUARDED:
+                raise UsageError(children.UNGUARDED_SAID.format("measuring a model")) from None
             raise BackendError(
                 f"the process that measured the roofline {how_it_ended(code)} before it answered. {CURE}"
             ) from None

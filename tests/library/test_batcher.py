@@ -560,6 +560,23 @@ def test_a_verdict_names_the_change_as_python_writes_it(change, written):
     assert repr(verdict) == str(verdict)
 
 
+@pytest.mark.thorough
+@pytest.mark.usefixtures("children_forked")
+async def test_with_the_roofline_a_verdict_knows_what_larger_batches_would_bring():
+    def refused(model, row):
+        with pytest.raises(UsageError, match=r"roofline=True measures.*[Ll]eave it out"):
+            gpuinfer.Batcher(model, example=row, roofline=True).predict(row)
+
+    await asyncio.to_thread(refused, lambda rows: rows, torch.zeros(3))
+    await asyncio.to_thread(refused, IMAGES, (torch.zeros(3, 8, 8), torch.zeros(1)))
+    async with gpuinfer.Batcher(IMAGES, example=torch.zeros(3, 8, 8), max_rows=2, roofline=True) as batcher:
+        await batcher.batch(torch.zeros(2000, 3, 8, 8))
+        report, verdict = batcher.report(), batcher.verdict()
+    assert report["roofline"]["rows_per_s"] > 0
+    assert report["roofline"]["at_rows"] >= 64
+    assert verdict.change.startswith("max_rows=") or "ther programs" in verdict.why  # where these have the machine
+
+
 SCRIPTS = {
     "one that is never closed": (
         "import gpuinfer, torch\nb = gpuinfer.Batcher(lambda rows: rows)\nprint(float(b.predict(torch.tensor(2.0))))",
