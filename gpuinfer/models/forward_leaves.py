@@ -17,6 +17,7 @@ from gpuinfer.errors import BackendError, BadResult, UsageError
 from gpuinfer.host import error_text
 from gpuinfer.models.cuda_graphs import release_cached_memory
 from gpuinfer.models.forward_cpu import padded
+from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.model_object import FunctionModel, caller_of, tensor_of_array
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
 from gpuinfer.models.row_blocks import layout_of, rearranged, sound_rows, tensors_of
@@ -46,7 +47,9 @@ class LeavesForward:
     """`module`, in evaluation mode on `device`, on requests of rows that `layout` describes. Threads may share one.
 
     Leaves of floating point are computed in `dtype`; of a function they stay as they are. On a CPU a batch is padded to
-    one of a few sizes with its first row (`forward_cpu.padded`). `check`: refuse answers with NaN or +inf.
+    one of a few sizes with its first row (`forward_cpu.padded`). A module of torch.compile is given even fewer sizes
+    (`forward_cuda.buckets_up_to`), since it is compiled for each. With `fixed_shape` every step is padded to exactly
+    `chunk_rows`, see `CpuForward`. `check`: refuse answers with NaN or +inf.
     """
 
     def __init__(
@@ -59,7 +62,9 @@ class LeavesForward:
         chunk_rows: int,
         check: bool = True,
         whose: str = "",
+        fixed_shape: bool = False,
     ) -> None:
+        self._fixed_shape, self._few_sizes = fixed_shape, type(module).__name__ == "OptimizedModule"
         self._layout, self._device, self._check, self._whose = layout, device, check, whose
         self._plain = isinstance(module, FunctionModel)
         self._casts = [dtype if leaf.dtype in FLOATS and not self._plain else None for leaf in layout.leaves]
@@ -189,6 +194,10 @@ class LeavesForward:
 
     def _computed(self, leaves: list[Tensor], rows: int) -> tuple[Any, list[Tensor]]:
         """The answer to so many rows, and its tensors: floating point in float32, other dtypes as they are."""
+        if self._fixed_shape or self._few_sizes:
+            most = max(rows, self.step.rows)
+            more = (most if self._fixed_shape else bucket_for(rows, buckets_up_to(most))) - rows
+            leaves = [torch.cat([leaf[:rows], leaf[:1].expand(more, *leaf.shape[1:])]) for leaf in leaves]
         enter_station("forward")
         answer = self._call(leaves)
         if self._device.type == "cpu":

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from gpuinfer.api import enter_station
 from gpuinfer.engine.results import CheckedResult
 from gpuinfer.models.cuda_graphs import event_behind, new_stream, wait_for_device
-from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.forward_leaves import LeafAnswers, LeavesForward, Rows, leaf_tensor, leaves_in
 from gpuinfer.models.row_blocks import rearranged
 from gpuinfer.models.row_layout import RowLayout, SingleRow
@@ -78,8 +77,7 @@ class CudaLeavesForward(LeavesForward):
     """`LeavesForward` on a CUDA device; as many threads as `lanes` share one.
 
     Takes `DeviceRows` too, whose answers stay on their device: they are complete, and belong to the stream that was
-    current where the rows were made, as if they had been computed there. A module of torch.compile is given batches of
-    a few sizes only (`forward_cuda.buckets_up_to`).
+    current where the rows were made, as if they had been computed there.
     """
 
     def __init__(
@@ -89,13 +87,11 @@ class CudaLeavesForward(LeavesForward):
         device: torch.device,
         dtype: torch.dtype,
         *,
-        chunk_rows: int,
         lanes: int = 2,
-        check: bool = True,
-        whose: str = "",
+        **options: Any,
     ) -> None:
-        super().__init__(module, layout, device, dtype, chunk_rows=chunk_rows, check=check, whose=whose)
-        self._few_sizes = type(module).__name__ == "OptimizedModule"
+        """`options`: those of `LeavesForward`."""
+        super().__init__(module, layout, device, dtype, **options)
         self._dtypes: list[torch.dtype] = [getattr(torch, leaf.dtype) for leaf in layout.leaves]
         self._free: queue.SimpleQueue[RowLane] = queue.SimpleQueue()
         with torch.cuda.device(device):
@@ -162,11 +158,6 @@ class CudaLeavesForward(LeavesForward):
                 at += len(part)
         memory = torch.empty(len(staged), dtype=torch.uint8, device=self._device)
         return sections(memory.copy_(staged, non_blocking=True), forms)
-
-    def _computed(self, leaves: list[Tensor], rows: int) -> tuple[Any, list[Tensor]]:
-        if self._few_sizes and (more := bucket_for(rows, buckets_up_to(max(rows, self.step.rows))) - rows):
-            leaves = [torch.cat([leaf, leaf[:1].expand(more, *leaf.shape[1:])]) for leaf in leaves]
-        return super()._computed(leaves, rows)
 
     def _brought_back(
         self, answer: Any, parts: Sequence[Tensor], requests: Sequence[Any], lane: RowLane

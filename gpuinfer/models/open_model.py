@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from torch import nn
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, lane_device, retire_lane
 from gpuinfer.errors import BackendDied, DeviceLost, UsageError
 from gpuinfer.host.machine import cores
+from gpuinfer.models import forward_cpu
 from gpuinfer.models.device import Gauge, device_labels, merged_readings, resolve_devices, setups_of
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
@@ -50,6 +51,7 @@ CUDA_MAX_ROWS = 65_536  # for the whole device
 CUDA_LEAST_ROWS = 8192  # for one of many processes
 BATCH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of rows of any shape: a batch of images has fewer rows
 LEAST_ROWS = 64  # however large they are
+FIXED_CHUNK_ROWS = {"cpu": forward_cpu.DETERMINISTIC_CHUNK_ROWS, "cuda": DETERMINISTIC_CHUNK_ROWS}
 
 
 class ForwardTuning(Protocol):
@@ -114,15 +116,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         return {**gauge.read(), **reading}
 
     if spec.layout is not None:
-        whose, check = f"model '{spec.name}'", bool(spec.arguments.get("check", True))
-        chunk_rows = min(tuning.chunk_rows or limits.max_rows, limits.max_rows)
-        given: dict[str, Any] = {"chunk_rows": chunk_rows, "check": check, "whose": whose}
-        leaves = (
-            CudaLeavesForward(module, spec.layout, device, compute, lanes=limits.in_flight, **given)
-            if device.type == "cuda"
-            else LeavesForward(module, spec.layout, device, compute, **given)
-        )
-        found = leaves.answer_layout()
+        leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute)
         return Opened(spec, limits, leaves, found, read_device, partial(register, device=device))
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
@@ -156,6 +150,38 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         partial(register, device=device),
         write=forward.write if isinstance(forward, CudaForward) else None,
     )
+
+
+def open_leaves(
+    module: nn.Module,
+    spec: ModelSpec,
+    setup: Setup,
+    tuning: ForwardTuning,
+    limits: Limits,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[LeavesForward, AnswerLayout]:
+    """The forward of rows of any shape, tried. Raises `UsageError` when the model does not take such rows."""
+    chunk_rows = tuning.chunk_rows or (FIXED_CHUNK_ROWS[device.type] if setup.deterministic else limits.max_rows)
+    options: dict[str, Any] = {
+        "chunk_rows": min(chunk_rows, limits.max_rows),
+        "check": bool(spec.arguments.get("check", True)),
+        "whose": f"model '{spec.name}'",
+        "fixed_shape": setup.deterministic,
+    }
+
+    def opened(module: nn.Module) -> LeavesForward:
+        if device.type == "cuda":
+            return CudaLeavesForward(module, spec.layout, device, dtype, lanes=limits.in_flight, **options)
+        return LeavesForward(module, spec.layout, device, dtype, **options)
+
+    leaves = opened(module)
+    found = leaves.answer_layout()
+    if tuning.compile:
+        leaves = opened(torch.compile(module))  # type: ignore[arg-type]
+        with refusing_to_compile(spec):
+            leaves.answer_layout()
+    return leaves, found
 
 
 def limits_for(device: torch.device, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Limits:
@@ -200,18 +226,25 @@ def cores_of(setup: Setup) -> int:
     return max(1, cores() // setup.processes)
 
 
+@contextlib.contextmanager
+def refusing_to_compile(spec: ModelSpec) -> Iterator[None]:
+    """Around the first call of a compiled module."""
+    try:
+        yield
+    except Exception as error:
+        raised = error.__cause__ if isinstance(error, UsageError) and error.__cause__ is not None else error
+        raise UsageError(
+            f"torch.compile cannot compile model '{spec.name}' here: {type(raised).__name__}: {first_line(raised)}. "
+            "Leave -B compile=true out, or install a C++ compiler."
+        ) from error
+
+
 def torch_compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The module through torch.compile, tried. Raises `UsageError` when that does not work here."""
     unpack(module)
     fast: Any = torch.compile(module)
-    try:
-        with torch.inference_mode():
-            fast(torch.ones(2, spec.inputs, device=device, dtype=dtype))
-    except Exception as error:
-        raise UsageError(
-            f"torch.compile cannot compile model '{spec.name}' here: {type(error).__name__}: {first_line(error)}. "
-            "Leave -B compile=true out, or install a C++ compiler."
-        ) from error
+    with refusing_to_compile(spec), torch.inference_mode():
+        fast(torch.ones(2, spec.inputs, device=device, dtype=dtype))
     return fast  # type: ignore[no-any-return]
 
 

@@ -816,3 +816,38 @@ def test_an_answer_of_fewer_rows_than_were_given_is_refused_though_a_batch_is_pa
             assert all(isinstance(one, BackendError) or one == batch[at].tolist() for at, one in enumerate(found)), (
                 number
             )
+
+
+def test_a_deterministic_answer_has_the_same_bits_in_any_company():
+    torch.manual_seed(0)
+    net, rows = nn.Sequential(nn.Linear(301, 200), nn.ReLU(), nn.Linear(200, 7)), torch.randn(50, 301)
+    with gpuinfer.Batcher(net, devices="cpu", deterministic=True, chunk_rows=32) as batcher:
+        together = batcher.predict_batch(rows)
+        assert all(torch.equal(batcher.predict(row), answer) for row, answer in zip(rows, together, strict=True))
+        assert all(map(torch.equal, batcher.map(rows), together))
+
+
+def test_an_option_of_compiling_compiles(monkeypatch):
+    compiled = []
+
+    def compile_eagerly(module):
+        class OptimizedModule(nn.Module):
+            def forward(self, rows):
+                compiled.append(len(rows))
+                return module(rows)
+
+        return OptimizedModule()
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    with gpuinfer.Batcher(nn.Linear(3, 2), devices="cpu", example=torch.zeros(3), compile=True) as batcher:
+        for rows in (5, 20, 17):
+            assert batcher.predict_batch(torch.zeros(rows, 3)).shape == (rows, 2)
+    assert compiled == [16, 16, 16, 32, 32]  # after two that tried it
+    monkeypatch.setattr(torch, "compile", lambda module: nn.Flatten(9))
+    with (
+        pytest.raises(
+            UsageError, match=r"cannot compile model 'Linear' here: IndexError: Dimension out of range .* Leave compile"
+        ),
+        gpuinfer.Batcher(nn.Linear(3, 2), devices="cpu", example=torch.zeros(3), compile=True),
+    ):
+        pass
