@@ -555,7 +555,8 @@ class Batcher(SessionFigures):
         payload, group = self._payload(row)
         if timeout is None and self._loop is asyncio.get_running_loop() and self._outstanding < self._capacity:
             self._outstanding += 1
-            self._peak = max(self._peak, self._outstanding)
+            if self._outstanding > self._peak:
+                self._peak = self._outstanding
             try:
                 answer = await session.engine.submit(payload, priority=priority, group=group)
             except GpuinferError as error:
@@ -694,7 +695,8 @@ class Batcher(SessionFigures):
                 self._room.wait(min(1.0, left))
                 self._refuse_unusable(in_loop=False)
             self._outstanding += rows
-            self._peak = max(self._peak, self._outstanding)
+            if self._outstanding > self._peak:
+                self._peak = self._outstanding
         now = time.monotonic()
         answer = RowFuture(background, Request(payload, rows, now, priority, until, group), session.engine)
         answer.owner, answer.count = self, count
@@ -766,7 +768,8 @@ class Batcher(SessionFigures):
                 if self._loop is None:
                     return await asyncio.wrap_future(self._send(payload, count, group, priority, until))
                 self._outstanding += rows
-                self._peak = max(self._peak, self._outstanding)
+                if self._outstanding > self._peak:
+                    self._peak = self._outstanding
                 try:
                     left = until - time.monotonic()
                     answer = await session(payload, rows=rows, priority=priority, timeout=left, group=group)
