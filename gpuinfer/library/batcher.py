@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 LEAST_CAPACITY = 4096  # rows that may be outstanding, unless the program says another number
 BATCHES_OUTSTANDING = 64  # the same, in full batches
 WINDOW_BATCHES = 4  # that `map` keeps outstanding
+LEAST_TIMEOUT_S = 1e-6  # of a request whose time was over before it came to the queue: it expires there
 ROOM_LOOK_S = 0.002  # of a coroutine that waits for room in another thread's queue
 
 
@@ -698,6 +699,7 @@ class Batcher(SessionFigures):
             if self._outstanding > self._peak:
                 self._peak = self._outstanding
         now = time.monotonic()
+        until = max(until, now + LEAST_TIMEOUT_S)
         answer = RowFuture(background, Request(payload, rows, now, priority, until, group), session.engine)
         answer.owner, answer.count = self, count
         background.send(answer)
@@ -771,7 +773,7 @@ class Batcher(SessionFigures):
                 if self._outstanding > self._peak:
                     self._peak = self._outstanding
                 try:
-                    left = until - time.monotonic()
+                    left = max(until - time.monotonic(), LEAST_TIMEOUT_S)
                     answer = await session(payload, rows=rows, priority=priority, timeout=left, group=group)
                 finally:
                     self._outstanding -= rows
