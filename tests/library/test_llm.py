@@ -470,7 +470,7 @@ PROGRAMS = {
         """
         import gpuinfer
         if __name__ == "__main__":
-            llm = gpuinfer.LLM("tiny", backend=BACKEND)
+            llm = gpuinfer.LLM("tiny", backend=BACKEND, patience=600)
             answers = llm.generate((f"p {number}" for number in range(100_000)), max_new_tokens=500)
             print(len(next(answers).texts), llm.answer("Once", max_new_tokens=2000).done())
         """,
@@ -489,7 +489,7 @@ PROGRAMS = {
                     line.send(str(error))
 
         if __name__ == "__main__":
-            with gpuinfer.LLM("tiny", backend=BACKEND) as llm:
+            with gpuinfer.LLM("tiny", backend=BACKEND, patience=600) as llm:
                 answers = llm.generate(["Once"] * 9, max_new_tokens=500, ignore_eos=True)
                 next(answers)
                 pending = llm.answer("Once", max_new_tokens=2000, ignore_eos=True)
@@ -499,9 +499,9 @@ PROGRAMS = {
                 process.start()
                 print(*[ours.recv() for _ in range(4)], sep="\\n")
                 process.join()
-                print(len(list(answers)))
+                print(len(list(answers)), pending.cancel())
         """,
-        "\n".join([FORKED, FORKED, FORKED, "dict", "8"]),
+        "\n".join([FORKED, FORKED, FORKED, "dict", "8 True"]),
         "",
     ),
     "a fork of one that is not open yet": (
@@ -509,7 +509,7 @@ PROGRAMS = {
         import os, gpuinfer
 
         if __name__ == "__main__":
-            llm = gpuinfer.LLM("tiny", backend=BACKEND)
+            llm = gpuinfer.LLM("tiny", backend=BACKEND, patience=600)
             child = os.fork()
             print(len(list(llm.generate(["Once", "The sea"], max_new_tokens=2))), flush=True)
             if child:
@@ -537,7 +537,13 @@ def python(program, folder):
     (folder / "program.py").write_text(textwrap.dedent(program))
     words = [sys.executable, "program.py"]
     return subprocess.run(
-        words, cwd=folder, env=forking.own_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        words,
+        cwd=folder,
+        env=forking.own_environment(),
+        capture_output=True,
+        text=True,
+        timeout=4 * LIMIT_S,
+        check=False,
     )
 
 
