@@ -274,10 +274,11 @@ def test_rows_on_another_device_are_answered_there(recorded, model):
     assert found(recorded) == []
 
 
-def test_a_batcher_answers_rows_where_they_lie(recorded, model):
+@pytest.mark.parametrize("devices", ["cuda:0", ["cuda:0", "cuda:1"]], ids=["one device", "two devices"])
+def test_a_batcher_answers_rows_where_they_lie(recorded, model, devices):
     rows = rows_of(24)
     there = [{name: value.to(FIRST) for name, value in row.items()} for row in rows]
-    with gpuinfer.Batcher(model, devices="cuda:0", example=rows[0], max_rows=8) as batcher:
+    with gpuinfer.Batcher(model, devices=devices, example=rows[0], max_rows=8) as batcher:
         here = list(batcher.map(rows))
         kept = list(batcher.map(there))
         (alone,) = in_threads(1, lambda number: batcher.predict(there[0]))
