@@ -110,9 +110,9 @@ class Batcher(SessionFigures):
     length of the `example`. `queue`: when `max_queue_rows` are outstanding, a further row waits ("wait") or raises
     `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. `roofline`: measure the bare model
     first, for some seconds; the verdict then knows what larger batches would bring. Further keyword arguments are the
-    backend's options (`gpuinfer docs inprocess`), such as `max_rows=256` (of a batch) or `threads=1`. On a CUDA device
-    two threads run the model, each on its own stream; a model that changes itself while it computes needs
-    `in_flight=1`.
+    backend's options (`gpuinfer docs reference/plugins#backend-inprocess`), such as `max_rows=256` (of a batch) or
+    `threads=1`. On a CUDA device two threads run the model, each on its own stream; a model that changes itself while
+    it computes needs `in_flight=1`.
 
     Raises `UsageError` for what cannot be served, with the cure. Where a row makes the model raise, that row's caller
     gets the error, and its neighbours are answered.
