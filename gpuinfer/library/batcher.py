@@ -67,6 +67,7 @@ LEAST_CAPACITY = 4096  # rows that may be outstanding, unless the program says a
 BATCHES_OUTSTANDING = 64  # the same, in full batches
 WINDOW_BATCHES = 4  # that `map` keeps outstanding
 LEAST_TIMEOUT_S = 1e-6  # of a request whose time was over before it came to the queue: it expires there
+FIGURES_S = 0.25  # between two looks at the counters of another process
 ROOM_LOOK_S = 0.002  # of a coroutine that waits for room in another thread's queue
 
 
@@ -200,6 +201,7 @@ class Batcher(SessionFigures):
         self._background: BackgroundSession | None = None  # for threads
         self._loop: asyncio.AbstractEventLoop | None = None  # of `async with`
         self._opening_here = asyncio.Lock()
+        self._refreshing: asyncio.Task[None] | None = None
         self._session: Session | None = None  # once the model is open
         self._final: stats.Snapshot | None = None  # once it is closed
         self._room = threading.Condition()
@@ -347,6 +349,16 @@ class Batcher(SessionFigures):
                 self._release()
                 raise
             self._opened(layout, backend, session)
+            if session.remote:
+                self._refreshing = asyncio.create_task(self._refresh_often(session))
+
+    @staticmethod
+    async def _refresh_often(session: Session) -> None:
+        """Ask another process for its counters now and then: `stats` cannot, on the loop that would have to answer."""
+        while True:
+            await asyncio.sleep(FIGURES_S)
+            with contextlib.suppress(GpuinferError):
+                await session.refresh()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -359,6 +371,8 @@ class Batcher(SessionFigures):
             return
         while self._outstanding:  # noqa: ASYNC110 (its watchdog ends every wait)
             await asyncio.sleep(ROOM_LOOK_S)
+        if self._refreshing is not None:
+            self._refreshing.cancel()
         await session.refresh()
         try:
             await session.__aexit__()

@@ -566,6 +566,20 @@ def test_a_verdict_names_the_change_as_python_writes_it(change, written):
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("children_forked")
+async def test_figures_of_another_process_come_while_it_is_open_too():
+    async with gpuinfer.Batcher(
+        "test_batcher:Convolutions", example=torch.zeros(3, 8, 8), backend="central"
+    ) as batcher:
+        await asyncio.gather(*(batcher(torch.zeros(3, 8, 8)) for _ in range(20)))
+        until = time.monotonic() + PATIENCE_S
+        while batcher.stats()["batches"]["rows_mean"] is None and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert batcher.stats()["batches"]["rows_mean"] >= 1
+        assert batcher.stats()["progress"]["done"] == 20
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("children_forked")
 async def test_with_the_roofline_a_verdict_knows_what_larger_batches_would_bring():
     def refused(model, row):
         with pytest.raises(UsageError, match=r"roofline=True measures.*[Ll]eave it out"):
