@@ -36,7 +36,7 @@ from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_static import StaticBatches
 from gpuinfer.text.sampling import Sampler, torch_path
 from gpuinfer.text.transformer import PAGE, Rope, Step
-from gpuinfer.workloads.selfplay.workload import SelfPlay
+from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
 
 Segment = tuple[int, int, Sequence[int]]
 
@@ -114,7 +114,7 @@ def keys_read(static: StaticBatches, shared: int, ends: NDArray[np.int64], kerne
 
 def games_in_flight() -> int:
     """Of Connect Four, all workers together, for a device that is at its best with batches of so many rows."""
-    play = SelfPlay(Setup(devices=("cuda",)), game="connect-four", workers=WORKERS)
+    play = SelfPlayWorkload(Setup(devices=("cuda",)), game="connect-four", workers=WORKERS)
     roofline = Roofline(4e7, BEST_BATCH, "2 forwards × 1 thread")
     return WORKERS * play.slots(SimpleNamespace(roofline=roofline), WORKERS, 1 << 40)
 

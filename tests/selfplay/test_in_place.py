@@ -19,14 +19,14 @@ from gpuinfer.runtime.run import MEASURING, run
 from gpuinfer.testing.reference_search import random_linear
 from gpuinfer.workloads.selfplay import arrays, workload
 from gpuinfer.workloads.selfplay.games.blob import Blob
-from gpuinfer.workloads.selfplay.workload import SelfPlay
+from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
 
 SEARCH = {"determinizations": 2, "simulations": 6}
 
 
 def go(backend, games=4, watched=None, **options):
     told = {"workers": 1, "model": "blobnet-small", "games": games, **SEARCH, **options}
-    match = SelfPlay(Setup(devices=("cpu",)), **told)
+    match = SelfPlayWorkload(Setup(devices=("cpu",)), **told)
     served = backend(Setup(model=match.model(), devices=("cpu",), processes=match.processes))
     return run(match, served, AtOnce(), **(watched or {"roofline": False}))
 
@@ -34,7 +34,7 @@ def go(backend, games=4, watched=None, **options):
 @pytest.mark.sample
 @pytest.mark.parametrize("halves", [1, 2], ids=["one block", "two halves"])
 def test_answers_may_lie_in_memory_that_the_next_request_overwrites(halves, tmp_path, monkeypatch):
-    monkeypatch.setattr(SelfPlay, "halves", halves)
+    monkeypatch.setattr(SelfPlayWorkload, "halves", halves)
     assert go(InPlace, 12, out=tmp_path / "games", games_in_flight=5)["status"] == "done"
     copied = played(arena_of(Blob(), 12, evaluator=arrays.NETWORK, seed=0, **SEARCH), range(12), random_linear(Blob()))
     assert same(records_of(tmp_path / "games"), copied)

@@ -15,7 +15,7 @@ from gpuinfer.api import Roofline, Setup
 from gpuinfer.host import machine
 from gpuinfer.models.roofline_measurement import combined
 from gpuinfer.workloads.selfplay.games.blob import Blob
-from gpuinfer.workloads.selfplay.workload import SelfPlay
+from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -51,7 +51,7 @@ def test_the_table_deals_what_the_search_deals():
 )
 def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversubscribe, started, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: cores)
-    assert SelfPlay(workers=asked, oversubscribe=oversubscribe).processes == started
+    assert SelfPlayWorkload(workers=asked, oversubscribe=oversubscribe).processes == started
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversu
 def test_workers_on_the_same_devices_share_their_best_batch(device, devices, workers, block, monkeypatch):
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 50)
     roofline = combined([Roofline(4e7, 32_768, "2 forwards × 1 thread")] * devices)
-    play = SelfPlay(Setup(devices=(device,)), game="connect-four", workers=workers)
+    play = SelfPlayWorkload(Setup(devices=(device,)), game="connect-four", workers=workers)
     assert play.slots(SimpleNamespace(roofline=roofline), workers, 10**9) == 2 * block
 
 

@@ -50,7 +50,7 @@ MEMORY_SHARE = 0.5  # of what is available now, for all games in flight
 log = logging.getLogger(__name__)
 
 
-class SelfPlay(Workload):
+class SelfPlayWorkload(Workload):
     """Play games with a tree search, every move of all of them at once; write records to learn from."""
 
     class Options(api.Options):
@@ -182,11 +182,11 @@ class SelfPlay(Workload):
     def deterministic(self) -> bool:
         return self.options.deterministic
 
-    def trial(self, setup: Setup, **changes: Any) -> SelfPlay:
+    def trial(self, setup: Setup, **changes: Any) -> SelfPlayWorkload:
         """Games without end and without records, as many in flight as there are of this one's."""
         sources = {"source": self.source, "opponent_source": self.opponent_source}
         options = {**self.options.model_dump(), "out": None, "resume": False, **changes}
-        played = SelfPlay(setup, **sources, **options)
+        played = SelfPlayWorkload(setup, **sources, **options)
         played._games = ENDLESS
         return played
 
