@@ -18,6 +18,12 @@ def test_a_test_of_one_part_depends_on_what_it_imports_and_no_more():
     assert not any(path.startswith(("gpuinfer/fleet/", "gpuinfer/serving/")) for path in found)
 
 
+def test_a_test_that_uses_a_name_of_the_package_depends_on_where_that_is():
+    found = unchanged.closure("tests/library/test_batcher_on_gpu.py")
+    assert {"gpuinfer/library/batcher.py", "gpuinfer/models/forward_leaves.py"} <= found
+    assert "gpuinfer/library/llm.py" not in found
+
+
 @pytest.mark.parametrize("name", ["test_cli.py", "test_layers.py"])
 def test_a_test_that_starts_commands_or_reads_sources_depends_on_everything(name):
     package = {path for path in unchanged.files() if path.startswith(("gpuinfer/", "plugins/"))}

@@ -50,6 +50,7 @@ USES_ALL = re.compile(  # starts commands or processes, finds plugins, or reads 
     r"\bsubprocess\b|\bPopen\b|\bexecute\(|gpuinfer\.cli\b|\bgpuinfer\(|config\.registry\b|\bmultiprocessing\b"
     r"|\"gpuinfer\"|gpuinfer\.__file__|\brglob\b"
 )
+FACE = "gpuinfer/__init__.py"
 MODULE = re.compile(r"\bgpuinfer(?:\.\w+)+")
 
 
@@ -79,8 +80,20 @@ def modules() -> dict[str, str]:
 
 
 @functools.cache
+def face() -> dict[str, str]:
+    """The names that `import gpuinfer` offers, and the modules that they are imported from."""
+    if FACE not in files():
+        return {}
+    places = re.search(r"^_PLACES = (\{.*?^\})", text(FACE), re.M | re.S)
+    found = ast.literal_eval(places[1]) if places else {}
+    return {f"gpuinfer.{name}": f"gpuinfer.{place.partition(':')[0]}" for name, place in found.items()}
+
+
+@functools.cache
 def needs(path: str) -> frozenset[str]:
     """The files that one file imports, or names: as a module, or as a file beside it."""
+    if path == FACE:  # which imports a part when one of its names is used: `gpuinfer.Batcher`
+        return frozenset()
     names = set(MODULE.findall(text(path)))
     for node in ast.walk(ast.parse(text(path))):
         if isinstance(node, ast.Import):
@@ -88,6 +101,7 @@ def needs(path: str) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     known = modules()
+    names |= {place for name in names if (place := face().get(name))}
     siblings = {f"{path.rpartition('/')[0]}/{name}" for name in re.findall(r'"(\w+\.py)"', text(path))}
     return frozenset(known[name] for whole in names for name in prefixes(whole) if name in known) | siblings & set(
         files()

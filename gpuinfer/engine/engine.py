@@ -158,6 +158,8 @@ class Engine:
 
         `on_part` is handed the parts of the answer as they come, on this loop; it must neither wait nor raise.
         """
+        if self._shut is not None:
+            raise self._refusal()
         if type(priority) is not Priority:  # counted by its number: one that is none must do no harm half-way
             priority = class_of(priority)
         now = self._clock()
@@ -175,7 +177,7 @@ class Engine:
         another thread waits for. Raises what `submit` raises at once.
         """
         if self._shut is not None:
-            raise self._given_up or Closed(f"the engine {self._shut}")
+            raise self._refusal()
         if (shed := self._core.arrive(request)) is not None:
             for other, error in shed.turned_away:
                 self._unsettled.fail(other, error)
@@ -186,6 +188,9 @@ class Engine:
             self._alarm.ring_within(request.deadline - request.arrived)
         if self._free and not self._woken:
             self._wake()
+
+    def _refusal(self) -> WorkError:
+        return self._given_up or Closed(f"the engine {self._shut}")
 
     def withdraw(self, request: Request) -> None:
         """Cancel a request that is not settled yet."""
@@ -211,7 +216,7 @@ class Engine:
 
     async def _change(self, method: str, change: Callable[[], Coroutine[Any, Any, None]], done: str) -> None:
         if self._shut is not None:
-            raise self._given_up or Closed(f"the engine {self._shut}")
+            raise self._refusal()
         with blame.blaming(self.backend, method):
             if not await self._ends(change()):
                 raise self._given_up or Closed(f"the engine was closed before {done}.")
