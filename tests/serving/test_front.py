@@ -80,7 +80,13 @@ def server(request, tmp_path_factory) -> Iterator[Server]:
 def client(server, monkeypatch):
     """OpenAI's client with a key."""
     monkeypatch.setenv("SSL_CERT_FILE", str(server.certificate))
-    return lambda key: openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+    with contextlib.ExitStack() as closing:
+
+        def opened(key: str) -> openai.OpenAI:
+            one = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=SECONDS)
+            return closing.enter_context(one)
+
+        yield opened
 
 
 def logged(server: Server, **wanted: object) -> dict:
