@@ -30,6 +30,7 @@ def site(tmp_path, monkeypatch):
     """A folder on the import path with the package acme; what it imports is forgotten afterwards."""
     monkeypatch.setenv(registry.DISABLED, "")
     monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("bad_module", None)  # other files' tests have one too
     before = set(sys.modules)
     install(tmp_path, "acme", ONE, {"acme": GOOD})
     yield tmp_path

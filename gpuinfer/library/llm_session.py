@@ -157,7 +157,7 @@ class PendingCall:
     dropped cancels it.
     """
 
-    def __init__(self, opened: OpenedLLM, timeout: float | None, **request: Any) -> None:
+    def __init__(self, opened: OpenedLLM, timeout: float | None, request: dict[str, Any]) -> None:
         self.opened, self._timeout = opened, timeout
         self._requester = opened.requester(**request)
         self._tasks: set[asyncio.Task[Any]] = set()

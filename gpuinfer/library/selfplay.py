@@ -288,6 +288,8 @@ class SelfPlay:
 
         changes = dict(changes)
         seed = changes.pop("seed", None)
+        if seed is not None:
+            check(Common, {"seed": GivenValue(seed, f"seed={seed!r}")}, "SelfPlay")
         setup = self._setup if seed is None else replace(self._setup, seed=seed)
         values: dict[str, Any] = {**self._options, **changes, "games": games, "resume": resume, "game": self._game}
         values |= {} if out is None else {"out": out}
@@ -327,9 +329,10 @@ class SelfPlay:
                 self._roofline = update.roofline or self._roofline
             watch.update(update)
 
-        self._last = BackgroundRun(plan, "self-play", look, watch.on_figures, watch.track, roofline=known or wanted)
-        self._last.start()
-        return self._last
+        run = BackgroundRun(plan, "self-play", look, watch.on_figures, watch.track, roofline=known or wanted)
+        self._last = run  # another thread may begin one meanwhile
+        run.start()
+        return run
 
     # What was played
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 from gpuinfer.api import Backend, ModelSpec, Strategy
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import Closed, UsageError
-from gpuinfer.library.choices import backend_of, in_python_words, setup_from, strategy_of
+from gpuinfer.library.choices import backend_of, in_python_words, seconds_of, setup_from, strategy_of
 from gpuinfer.library.measured import SessionClock, SessionFigures
 from gpuinfer.models.row_layout import layout_of_row, named_spec
 from gpuinfer.serving.replica import ListenOptions, ReplicaServer
@@ -48,7 +48,7 @@ def serve(
     max_queue_rows: int | None = None,
     api_key_file: str | os.PathLike[str] | None = None,
     insecure: bool = False,
-    drain_timeout: float = 30.0,
+    drain_timeout: float | str = 30.0,
     **options: Any,
 ) -> ModelServer:
     """Serve a model over HTTP from threads of this process, and return once it answers.
@@ -94,7 +94,7 @@ def serve(
         host=host,
         port=port,
         api=None if api_key_file is None else Keys.read(os.fspath(api_key_file)),
-        drain_s=drain_timeout,
+        drain_s=seconds_of("drain_timeout", drain_timeout) or 0.0,
     )
     return ModelServer(described, made, strategy_of(strategy, setup=setup), place)
 

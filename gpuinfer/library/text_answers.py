@@ -173,7 +173,7 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
 
     def _opened_call(self) -> PendingCall:
         if self._call is None:
-            self._call = PendingCall(self._llm.opened(), self._timeout, **self._request)
+            self._call = PendingCall(self._llm.opened(), self._timeout, self._request)
             if self._bar is not None:
                 self._advance = self._showing.enter_context(self._bar(self._rows.total))
         self._call.opened.refuse_fork()

@@ -108,7 +108,7 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
         if self._call is None:
             if self._row.error is not None:
                 raise reworded(self._row.error)
-            self._call = PendingCall(self._llm.opened(), self._timeout, **self._request)
+            self._call = PendingCall(self._llm.opened(), self._timeout, self._request)
             self._call.submit(0, self._row.prompt, reads=True)
         self._call.opened.refuse_fork()
         return self._call

@@ -556,3 +556,10 @@ def test_a_program_that_asks_whenever_it_is_imported_is_told_how_to_be_written(t
     done = python(program, tmp_path)
     assert done.returncode == 1
     assert "Put what starts it below `if __name__ == '__main__':`." in done.stderr.splitlines()[-1]
+
+
+def test_a_time_limit_of_each_prompt_may_be_given():
+    with library.LLM("tiny") as llm:
+        assert [one.text for one in llm.generate(["a", "b"], timeout="60s", max_new_tokens=2)]
+        assert list(llm.stream("a", timeout=60, max_new_tokens=2))
+        assert llm.answer("a", timeout="60s", max_new_tokens=2).result(60).text

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -553,3 +554,17 @@ def test_its_options_are_those_of_the_commands():
     arguments = {"records", "steps", "out", "resume"}
     assert set(TrainOptions.__annotations__) - set(WatchOptions.__annotations__) == options["train"] - arguments
     assert set(SelfPlayOptions.__annotations__) < set(RunOptions.__annotations__)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "x", 2**70])
+def test_the_seed_of_a_run_is_checked_as_any(seed):
+    games = gpuinfer.SelfPlay("connect-four", model="uniform", simulations=2, workers=0)
+    with pytest.raises(UsageError, match="seed"):
+        games.play(1, seed=seed)
+
+
+def test_each_of_two_threads_waits_for_its_own_run(tmp_path):
+    games = gpuinfer.SelfPlay("connect-four", model="uniform", simulations=2, workers=0)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(games.play, count, out=tmp_path / str(count)) for count in (3, 5)]
+        assert [len(one.result(120)) for one in runs] == [3, 5]

@@ -350,3 +350,10 @@ def test_it_answers_what_is_under_way_and_ends():
     assert server.stats()["batches"]["count"] == 1
     with pytest.raises(urllib.error.URLError):
         ask(server, "/health")
+
+
+def test_times_are_written_as_elsewhere():
+    with gpuinfer.serve(torch.nn.Linear(3, 2), example=torch.zeros(3), drain_timeout="5s") as server:
+        assert server.url
+    with pytest.raises(UsageError, match="drain_timeout"):
+        gpuinfer.serve(torch.nn.Linear(3, 2), example=torch.zeros(3), drain_timeout="soon")

@@ -42,6 +42,7 @@ from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
+MOST_ROUNDS = 1 << 20  # in one call: one with nothing to play takes no time, which would double them without end
 AHEAD_S = 0.25  # games on hand, beyond those in flight
 LOOK_S = 0.1  # between two looks whether something is compiled
 COMPILING = "compiling the search: once for this game, a minute or two"
@@ -228,7 +229,7 @@ class WorkerLoop:
             start = time.perf_counter()
             self._searching(arena.play, None, None, rounds)
             seconds = time.perf_counter() - start
-            rounds = max(1, min(2 * rounds, int(rounds * PLAY_S / max(seconds, 1e-6))))
+            rounds = max(1, min(2 * rounds, MOST_ROUNDS, int(rounds * PLAY_S / max(seconds, 1e-6))))
             await self._collect(arena)
             await asyncio.sleep(0)
 
