@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,18 +74,22 @@ class GameRecords:
         if not new and not self.path.is_dir():
             raise UsageError(f"there is no folder {self.path}. Give one that `SelfPlay.play(out=…)` wrote.")
         self._folder = PositionsFolder(self.path)
+        self._is_temporary = False
         self.run = run  # the one that plays them here, if any
         self._numbers: dict[Path, list[int]] = {}  # the games of each shard; shards never change
         self._shard = functools.lru_cache(OPEN_SHARDS)(_Shard)
 
-    def __reduce__(self) -> tuple[type[GameRecords], tuple[Path]]:
-        """Another process reads the same folder, while it is there."""
-        return GameRecords, (self.path,)
+    def __reduce__(self) -> tuple[Callable[..., GameRecords], tuple[Any]]:
+        """Another process reads the same folder; of a temporary one, which goes with this object, it has a copy."""
+        if not self._is_temporary:
+            return GameRecords, (self.path,)
+        return _temporary_copy, ({one.name: one.read_bytes() for one in self.path.iterdir() if one.is_file()},)
 
     @classmethod
     def temporary(cls) -> GameRecords:
         """In a folder that goes with the object, or at the end of the program: not with a fork of it."""
         made = cls(tempfile.mkdtemp(prefix="gpuinfer-games-"))
+        made._is_temporary = True
         weakref.finalize(made, _remove, made.path, os.getpid())
         return made
 
@@ -224,6 +228,14 @@ class _Shard:
             values=one["value"],
             more=more,
         )
+
+
+def _temporary_copy(files: Mapping[str, bytes]) -> GameRecords:
+    """Records that were pickled, in a temporary folder of this process."""
+    made = GameRecords.temporary()
+    for name, content in files.items():
+        (made.path / name).write_bytes(content)
+    return made
 
 
 def _remove(path: Path, process: int) -> None:

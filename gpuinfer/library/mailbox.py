@@ -9,7 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from gpuinfer.errors import UsageError
+
 T = TypeVar("T")
+
+
+class ReadTwice(UsageError):
+    """Another thread or task reads already, and goes on."""
 
 
 class Mailbox(Generic[T]):
@@ -60,7 +66,7 @@ class Mailbox(Generic[T]):
             if self._items:
                 return False
             if self._wake is not None:
-                raise RuntimeError("these answers are being read already. Let one thread or task read them.")
+                raise ReadTwice("these answers are being read already. Let one thread or task read them.")
             self._wake = wake
             return True
 

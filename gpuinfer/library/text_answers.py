@@ -16,6 +16,7 @@ from gpuinfer.errors import BackendDied, Closed, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Prompt
 from gpuinfer.library.choices import reworded
 from gpuinfer.library.llm_session import Opens, PendingCall
+from gpuinfer.library.mailbox import ReadTwice
 from gpuinfer.library.text_prompts import PromptReader
 from gpuinfer.serving.openai.row_names import NamedRow
 
@@ -137,6 +138,8 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
         try:
             while (found := self._next()) is None:
                 self._opened_call().answered.wait()
+        except ReadTwice:
+            raise
         except BaseException:
             self.close()
             raise
@@ -153,6 +156,8 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
                 await asyncio.to_thread(self._llm.opened)
             while (found := self._next()) is None:
                 await self._opened_call().answered.arrival()
+        except ReadTwice:
+            raise
         except BaseException:
             self.close()
             raise

@@ -15,6 +15,7 @@ from gpuinfer.errors import Closed
 from gpuinfer.generation import Completion, Generation, Part
 from gpuinfer.library.choices import reworded
 from gpuinfer.library.llm_session import OpenedLLM, Opens, PendingCall
+from gpuinfer.library.mailbox import ReadTwice
 from gpuinfer.library.text_answers import END_OF_ANSWERS, EndOfAnswers, TextAnswer, whole_answer
 from gpuinfer.serving.openai.row_names import NamedRow
 
@@ -81,6 +82,8 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
         try:
             while (part := self._next()) is None:
                 self._opened_call().parts.wait()
+        except ReadTwice:
+            raise
         except BaseException:
             self.close()
             raise
@@ -97,6 +100,8 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
                 await asyncio.to_thread(self._llm.opened)
             while (part := self._next()) is None:
                 await self._opened_call().parts.arrival()
+        except ReadTwice:
+            raise
         except BaseException:
             self.close()
             raise

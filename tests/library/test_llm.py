@@ -563,3 +563,22 @@ def test_a_time_limit_of_each_prompt_may_be_given():
         assert [one.text for one in llm.generate(["a", "b"], timeout="60s", max_new_tokens=2)]
         assert list(llm.stream("a", timeout=60, max_new_tokens=2))
         assert llm.answer("a", timeout="60s", max_new_tokens=2).result(60).text
+
+
+def test_a_second_reader_is_refused_and_the_first_goes_on():
+    with library.LLM("tiny") as llm:
+        answers, found, refused = llm.generate(["a"] * 30, max_new_tokens=8), [], []
+
+        def read():
+            try:
+                found.extend(answers)
+            except UsageError as error:
+                refused.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(120)
+    assert len(found) == 30
+    assert len(refused) <= 1

@@ -7,6 +7,7 @@ import copy
 import gc
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -568,3 +569,12 @@ def test_each_of_two_threads_waits_for_its_own_run(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(games.play, count, out=tmp_path / str(count)) for count in (3, 5)]
         assert [len(one.result(120)) for one in runs] == [3, 5]
+
+
+def test_records_without_a_folder_travel_as_a_copy():
+    records = gpuinfer.SelfPlay("connect-four", model="uniform", simulations=2, workers=0).play(4)
+    moves = [game.moves.tolist() for game in records]
+    copied = pickle.loads(pickle.dumps(records))  # noqa: S301 (its own)
+    del records
+    gc.collect()
+    assert [game.moves.tolist() for game in copied] == moves
