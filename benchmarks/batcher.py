@@ -1,11 +1,10 @@
 """What `gpuinfer.Batcher` costs: rows a second of many callers, beside the engine alone and beside the model alone.
 
-    python benchmarks/batcher.py [CASE ...] [--requests N] [--repeats N] [--clients 64]
+    python benchmarks/batcher.py [CASE ...] [--requests N] [--repeats N]
 
-Cases: `null` (a backend that does nothing; the engine's own requests/s in the same run), `queue` (the batcher that one
-writes with asyncio.Queue and a timer), `net` (the 4.9 M network, 64 and 256 clients, beside the bare model at the same
-batch), `images` (a small convolution network on [3, 64, 64]), `litserve` and `ray` (what these do with the same model,
-where they are installed). Each case is run in turn, and medians of the rates are printed.
+Cases: `null` (a function that returns its rows, beside the engine alone and beside the batcher that one writes with
+asyncio.Queue and a timer), `net` (the 4.9 M network, 64 and 256 clients, beside the bare model at the same batch),
+`images` (a small convolution network on [3, 64, 64]). The cases are run in turn, and medians of the rates are printed.
 """
 
 from __future__ import annotations
