@@ -115,6 +115,8 @@ class Batcher(SessionFigures):
     `threads=1`. On a CUDA device two threads run the model, each on its own stream; a model that changes itself while
     it computes needs `in_flight=1`.
 
+    A row is read when its batch is computed: write to its memory only once its answer is there.
+
     Raises `UsageError` for what cannot be served, with the cure. Where a row makes the model raise, that row's caller
     gets the error, and its neighbours are answered.
     """
