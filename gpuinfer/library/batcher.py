@@ -181,10 +181,10 @@ class Batcher(SessionFigures):
 
             self._source = LocalModel(model, self._arguments)
             if backend != "inprocess":
-                PortableModel.of(self._source)  # refuses a model that cannot go to another process
+                PortableModel.refuse_immovable(self._source)
             elif roofline:
                 try:
-                    PortableModel.of(self._source)
+                    PortableModel.refuse_immovable(self._source)
                 except UsageError as error:
                     raise UsageError(
                         "roofline=True measures the model in a process of its own, and this one cannot go there. Leave "

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -101,7 +102,33 @@ def answer_of(place: int, row: NamedRow, found: Generation | Exception) -> TextA
     return found
 
 
-class TextAnswers(Iterator[A], AsyncIterator[A]):
+class AnswerReader(ABC):
+    """What is read with `for` or `async for`, and closed: by `close`, by `aclose`, or by leaving a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Read no more. What is under way is cancelled."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def aclose(self) -> None:
+        """`close`, in an `async with` or a task."""
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
     """The answers to prompts, read with `for` or with `async for`, by one reader at a time.
 
     Prompts are read ahead as far as the model needs them, and no further: no more than that is in memory. An iterator
@@ -131,9 +158,6 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
         self._bar, self._showing = bar, contextlib.ExitStack()
         self._advance: Callable[[int], None] = lambda more: None
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> A:
         try:
             while (found := self._next()) is None:
@@ -146,9 +170,6 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
         if found is END_OF_ANSWERS:
             raise StopIteration
         return self._returning(found)
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> A:
         try:
@@ -233,18 +254,6 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
             self._showing.close()
             with contextlib.suppress(ValueError):  # the reader of prompts is what raised
                 self._rows.close()
-
-    async def aclose(self) -> None:
-        """`close`, in an `async with` or a task."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_over", True):

@@ -8,15 +8,14 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from gpuinfer.errors import Closed
 from gpuinfer.generation import Completion, Generation, Part
 from gpuinfer.library.choices import reworded
 from gpuinfer.library.llm_session import OpenedLLM, Opens, PendingCall
 from gpuinfer.library.mailbox import ReadTwice
-from gpuinfer.library.text_answers import END_OF_ANSWERS, EndOfAnswers, TextAnswer, whole_answer
+from gpuinfer.library.text_answers import END_OF_ANSWERS, AnswerReader, EndOfAnswers, TextAnswer, whole_answer
 from gpuinfer.serving.openai.row_names import NamedRow
 
 
@@ -61,7 +60,7 @@ class PendingText(concurrent.futures.Future[TextAnswer]):
         return asyncio.wrap_future(self).__await__()
 
 
-class TextStream(Iterator[Part], AsyncIterator[Part]):
+class TextStream(AnswerReader, Iterator[Part], AsyncIterator[Part]):
     """The parts of one answer as they come, read with `for` or with `async for`: each has a `text`, which may be empty,
     and the number of its `sample`. Once it is over, `result` is the whole answer. A stream that is dropped or closed
     cancels the request.
@@ -75,9 +74,6 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
         self._arrived: tuple[int, int, Generation | Exception] | None = None
         self._found: TextAnswer | Exception | None = None
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Part:
         try:
             while (part := self._next()) is None:
@@ -90,9 +86,6 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
         if isinstance(part, EndOfAnswers):
             raise StopIteration
         return part
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> Part:
         try:
@@ -152,18 +145,6 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
             self._found = Closed("this stream was closed before its answer was complete. Ask again.")
             if self._call is not None:
                 self._call.cancel()
-
-    async def aclose(self) -> None:
-        """`close`, in an `async with` or a task."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_found"):

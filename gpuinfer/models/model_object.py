@@ -251,6 +251,15 @@ class PortableModel:
         record = recorder.record(model, "")
         return cls(record, tuple(recorder.tensors), compiled=compiled)
 
+    @classmethod
+    def refuse_immovable(cls, local: LocalModel) -> None:
+        """Raise what `of` raises. Of a module no tensor is copied."""
+        model = getattr(local.model, "_orig_mod", local.model)
+        if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
+            _Recorder(copies=False).record(model, "")
+        else:
+            cls.of(local)
+
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """As `LocalModel.build`. Imports the classes. Raises `UsageError` where one is not found."""
         if isinstance(self.record, bytes):
@@ -286,9 +295,11 @@ def loaded_script(saved: bytes, device: torch.device) -> nn.Module:
 class _Recorder:
     """Writes down modules; a tensor that several of them share is written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = True) -> None:
+        """`copies=False`: of the tensors nothing is read, which is enough to know whether a model can travel."""
         self.tensors: list[tuple[str, tuple[int, ...], bytes]] = []
         self._numbers: dict[int, int] = {}
+        self._copies = copies
 
     def record(self, module: nn.Module, where: str) -> ModuleRecord:
         path = path_of(type(module), "class")
@@ -313,6 +324,8 @@ class _Recorder:
 
     def _number(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
+            return None
+        if not self._copies:
             return None
         if id(tensor) not in self._numbers:
             host = tensor.detach().cpu().contiguous()
