@@ -49,9 +49,9 @@ class Reason(enum.StrEnum):
     DRAIN = "drain"  # the engine is closing
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which would make a request cost half as much again
 class Request:
-    """What a workload submits at once: one row, or a block of rows that travel together."""
+    """What a workload submits at once: one row, or a block of rows that travel together. Read-only for plugins."""
 
     payload: Any
     rows: int = 1

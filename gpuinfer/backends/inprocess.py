@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -40,6 +42,54 @@ if TYPE_CHECKING:
     from gpuinfer.models.open_model import Opened
 
 CPU_MAX_ROWS = 4096
+SHORT_S = 300e-6  # what it costs to hand a batch to a thread and its answers back
+LONG_S = 0.001  # of a processor: other callers would notice it
+ROWS_TRIED = 32
+OFTEN = 3  # what happens once may be the machine's fault
+
+T = TypeVar("T")
+
+
+class ShortBatches:
+    """Up to how many rows a batch is computed on the event loop itself: handing it to a thread would take longer.
+
+    Of models that do nothing but compute (`Opened.seconds_of`): what waits would keep all else waiting. There it has
+    one core, since a second thread would be woken for each operation (`open_model.end_thread_pool`).
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._long = 0  # batches in a row that took too long
+
+    def try_out(self, seconds_of: Callable[[int], float], max_rows: int) -> None:
+        """`seconds_of` computes so many rows, in the calling thread."""
+        from gpuinfer.models.open_model import on_one_core
+
+        rows = min(ROWS_TRIED, max_rows)
+        with contextlib.suppress(Exception), on_one_core():  # a model that raises here may do so for its own reasons
+            seconds_of(rows)  # the first of a size takes longer
+            if (seconds := seconds_of(rows)) < SHORT_S:
+                self._allow(rows, seconds)
+
+    def timed(self, compute: Callable[[], T], rows: int) -> T:
+        """Compute a short batch, and learn from the time that it takes."""
+        from gpuinfer.models.open_model import on_one_core
+
+        ran = time.thread_time()
+        try:
+            with on_one_core():
+                return compute()
+        finally:
+            seconds = time.thread_time() - ran
+            self._long = self._long + 1 if seconds > LONG_S else 0
+            if self._long >= OFTEN:
+                self.rows, self._long = rows // 2, 0
+            elif seconds < SHORT_S:
+                self._allow(rows, seconds)
+
+    def _allow(self, rows: int, seconds: float) -> None:
+        """So many rows took so long: larger batches that are expected to be short are."""
+        self.rows = max(self.rows, min(4 * rows, int(rows * SHORT_S / max(seconds, 1e-9))))
 
 
 class InProcess(Backend):
@@ -83,6 +133,7 @@ class InProcess(Backend):
         self._gradients: OpenedGradients | None = None
         self._text: TextModel | TextDevices | None = None
         self._threads: ThreadPoolExecutor | None = None
+        self._short = ShortBatches()
 
     @property
     def compute(self) -> str:
@@ -150,18 +201,18 @@ class InProcess(Backend):
             self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
             self.limits = self._text.limits
             return
-        if self._trains:
-            # In a thread that ends: its pool of OpenMP would outlive the opening, see `TrainingBatch.executor`.
-            opening = ThreadPoolExecutor(1, "gpuinfer-open")
-            try:
-                loop = asyncio.get_running_loop()
-                self._gradients = await loop.run_in_executor(opening, self._open_gradients, spec)
-            finally:
-                opening.shutdown(wait=False)
-            self.limits = self._gradients.limits
-        else:
-            self._opened = await asyncio.to_thread(self._open, spec, context)
-            self.limits = self._opened.limits
+        # In a thread that ends: its OpenMP threads would outlive the opening, see `open_model.end_thread_pool`.
+        opening, loop = ThreadPoolExecutor(1, "gpuinfer-open"), asyncio.get_running_loop()
+        in_context = contextvars.copy_context().run
+        try:
+            if self._trains:
+                self._gradients = await loop.run_in_executor(opening, in_context, self._open_gradients, spec)
+                self.limits = self._gradients.limits
+            else:
+                self._opened = await loop.run_in_executor(opening, in_context, self._open, spec, context)
+                self.limits = self._opened.limits
+        finally:
+            opening.shutdown(wait=False)
         self._width = int(self.device().get("threads") or 1)
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
@@ -173,7 +224,10 @@ class InProcess(Backend):
             return open_staged(spec, self.setup, self.options, context.roofline, context.lane)
         from gpuinfer.models.open_model import open_on_devices
 
-        return open_on_devices(spec, self.setup, self.options, context.roofline)
+        opened = open_on_devices(spec, self.setup, self.options, context.roofline)
+        if opened.seconds_of is not None and opened.limits.in_flight == 1:
+            self._short.try_out(opened.seconds_of, opened.limits.max_rows)
+        return opened
 
     def _open_gradients(self, spec: ModelSpec) -> OpenedGradients:
         from gpuinfer.models.gradients import open_gradients
@@ -187,8 +241,6 @@ class InProcess(Backend):
         A payload that does not fit gets a `BackendError` as its result, one at which the model raises that error; its
         neighbours are answered.
         """
-        context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
-        loop = asyncio.get_running_loop()
         if self._gradients is not None and self._threads is not None:
             from gpuinfer.models import gradients
 
@@ -196,7 +248,8 @@ class InProcess(Backend):
             passes = partial(gradients.answers_to, self._gradients.passed, payloads)
             own = (getattr(one, "executor", None) for one in payloads)
             executor: Executor = next(filter(None, own), self._threads)
-            return await loop.run_in_executor(executor, context.run, self._in_turn, passes)
+            context = contextvars.copy_context()
+            return await asyncio.get_running_loop().run_in_executor(executor, context.run, self._in_turn, passes)
         if self._opened is None or self._threads is None:
             raise BackendDied(
                 "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
@@ -214,17 +267,22 @@ class InProcess(Backend):
         blocks = [request.payload for index, request in enumerate(batch) if index not in misfits]
         if not blocks:
             return list(misfits.values())
-        compute = partial(answers_by_halving, self._opened.forward, blocks)
-        answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute)
+        compute, rows = partial(answers_by_halving, self._opened.forward, blocks), sum(map(len, blocks))
+        if rows <= self._short.rows and self._place.is_alone:
+            answers = self._short.timed(partial(self._in_turn, compute, short=True), rows)
+        else:
+            context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
+            loop = asyncio.get_running_loop()
+            answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute)
         answers = [_blamed(spec, one) if isinstance(one, Exception) else one for one in answers]
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers
 
-    def _in_turn(self, answers: Callable[[], list[Any]]) -> list[Any]:
-        """In a thread of its own, once it is its turn at the device, on as many cores as it has there."""
+    def _in_turn(self, answers: Callable[[], list[Any]], *, short: bool = False) -> list[Any]:
+        """Once it is its turn at the device, on as many cores as it has there, or if `short` as the thread has."""
         with self._place.turn(self._width, enter_station) as cores:
-            if not (self._keeps_its_threads or self._on_cuda):
+            if not (short or self._keeps_its_threads or self._on_cuda):
                 from gpuinfer.models.open_model import compute_with
 
                 compute_with(cores)

@@ -6,11 +6,9 @@ offer (`shape`, `dtype`, `max`), so that NumPy, torch and others are all checked
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Protocol
 
 from gpuinfer.api import Backend, Lane, Request, Result
 from gpuinfer.config import blame
@@ -21,8 +19,15 @@ from gpuinfer.host import error_text
 
 OnPart = Callable[[Part], None]
 
-Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
-"""Of one result: of the engine's own loop, or one that another thread waits for."""
+
+class Future(Protocol):
+    """Of one result: `asyncio.Future` of the engine's own loop, or one that another thread waits for."""
+
+    def done(self) -> bool: ...
+    def cancel(self) -> object: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, error: BaseException, /) -> None: ...
+
 
 Settled = Callable[[Request, str, float, object], None]
 """Called with each request as it leaves: how it ended ("ok", or one of `stats.ERRORS`), when, its result or error."""
@@ -62,7 +67,8 @@ class Unsettled:
             on_part(part)
 
     def answer(self, request: Request, result: Result, now: float) -> None:
-        if future := self._release(request, "ok", now, result):
+        future = self._release(request, "ok", now, result)
+        if future is not None:
             future.set_result(result)
 
     def fail(self, request: Request, error: GpuinferError) -> None:
@@ -166,7 +172,10 @@ async def answer(
                 f"Return a list with one result for each request, in order."
             )
         for request, result in zip(requests, results, strict=True):
-            _settle(backend, request, result, unsettled, ended)
+            if type(result) in PLAIN:
+                unsettled.answer(request, result, ended)
+            else:
+                _settle(backend, request, result, unsettled, ended)
         return ended
     async for event in backend.stream(requests):
         if event.last:

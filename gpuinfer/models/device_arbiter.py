@@ -294,6 +294,11 @@ class DeviceSlot:
             arbiter.settle()
             return arbiter.scheduler.has_passed_on(turn)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other model computes on the device, so that no forward waits for its turn."""
+        return len(self._arbiter.scheduler.models) < 2
+
     @contextmanager
     def turn(self, cores: int, enter: Enter) -> Iterator[int]:
         """`begin` and `end` around one forward; yields how many cores it has."""
@@ -327,6 +332,10 @@ class UnsharedSlot(DeviceSlot):
     def begin(self, cores: int, enter: Enter) -> DeviceTurn | None:
         """None, at once."""
         return None
+
+    @property
+    def is_alone(self) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing to leave."""

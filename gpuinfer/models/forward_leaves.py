@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -95,13 +96,9 @@ class LeavesForward:
         """What the model answers to a row, found by trying it on two and three rows of ones. Raises `UsageError`."""
         found = []
         for rows in (2, 3):
-            ones = [
-                torch.ones(rows, *leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu")
-                for leaf in self._layout.leaves
-            ]
             try:
                 with torch.no_grad():
-                    answers = self._answered([RowBatch(ones, rows)])
+                    answers = self._answered([self._ones(rows)])
                 parts = answers.parts
                 dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in parts)
                 plain = all(one == "float32" for one in dtypes)
@@ -121,6 +118,17 @@ class LeavesForward:
                 "row look the same in every batch."
             )
         return found[0]
+
+    def seconds_of(self, rows: int) -> float:
+        """What a batch of so many rows of ones takes here. Raises what the module raises."""
+        batch, began = self._ones(rows), time.perf_counter()
+        self([batch])
+        return time.perf_counter() - began
+
+    def _ones(self, rows: int) -> RowBatch:
+        leaves = self._layout.leaves
+        ones = [torch.ones(rows, *leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu") for leaf in leaves]
+        return RowBatch(ones, rows)
 
     def _answered(self, requests: Sequence[Rows]) -> LeafAnswers:
         """The model's answers to the rows of all requests."""

@@ -8,12 +8,14 @@ device that fails is given up; its batch, and later ones of its lanes, go to the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +48,7 @@ from gpuinfer.models.row_format import BITS, AnswerLayout, network_title, row_dt
 from gpuinfer.stats import DeviceCount
 
 CPU_MAX_ROWS = 4096
+OMP_PAUSE_SOFT = 1  # of <omp.h>
 CPU_ENOUGH_ROWS = 512  # where the larger networks come within a few percent of their best on a core
 CUDA_MAX_ROWS = 65_536  # for the whole device
 CUDA_LEAST_ROWS = 8192  # for one of many processes
@@ -89,6 +92,8 @@ class Opened:
     pin: Callable[[NDArray[Any]], Registration]  # memory of blocks and answers, so that the device itself uses it
     close: Callable[[], None] = lambda: None  # ends threads of its own, within seconds, and fails what they are at
     waits_for: Callable[[], str] = lambda: ""  # as `Backend.waits_for`
+    seconds_of: Callable[[int], float] | None = None
+    """What a batch of so many rows takes, tried here: on a CPU, of a model that does nothing but compute."""
     write: Write | None = None  # as `forward`, where the device itself writes answers and finds faults in them
 
 
@@ -117,7 +122,9 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
 
     if spec.layout is not None:
         leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute)
-        return Opened(spec, limits, leaves, found, read_device, partial(register, device=device))
+        quick = device.type == "cpu" and not tuning.compile and waits_for_nothing(module)
+        pin, seconds_of = partial(register, device=device), leaves.seconds_of if quick else None
+        return Opened(spec, limits, leaves, found, read_device, pin, seconds_of=seconds_of)
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
         module = torch_compiled(module, spec, device, compute)
@@ -150,6 +157,11 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         partial(register, device=device),
         write=forward.write if isinstance(forward, CudaForward) else None,
     )
+
+
+def waits_for_nothing(module: nn.Module) -> bool:
+    """Whether it is made of torch's own modules alone: what others do in their forward is not known."""
+    return all(type(one).__module__.startswith("torch.nn.modules.") for one in module.modules())
 
 
 def open_leaves(
@@ -219,6 +231,29 @@ def compute_with(threads: int) -> None:
     """Set the number of threads that the calling thread computes with."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def on_one_core() -> Iterator[None]:
+    """The calling thread computes with one thread inside."""
+    threads = torch.get_num_threads()
+    compute_with(1)
+    try:
+        yield
+    finally:
+        compute_with(threads)
+
+
+def end_thread_pool() -> None:
+    """End the OpenMP threads that the calling thread has computed with; its next operation on a CPU starts others.
+
+    Each thread that computes keeps such a pool. While all pools together have more threads than there are cores, GNU's
+    OpenMP puts them to sleep after each operation, and has to wake them for the next: a forward of a millisecond takes
+    twice as long then. Does nothing where torch comes with another OpenMP.
+    """
+    for library in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(str(library)).omp_pause_resource_all(OMP_PAUSE_SOFT)
 
 
 def cores_of(setup: Setup) -> int:
