@@ -168,6 +168,7 @@ FACADES: dict[str, set[str]] = {
     "runtime": {"background_run", "background_session", "run", "run_roofline", "session", "tracking"},
     "serving": {
         "health",
+        "model_language",
         "monitoring.live_page",
         "monitoring.metrics",
         "openai.model_options",

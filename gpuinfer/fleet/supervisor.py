@@ -1,6 +1,6 @@
 """A fleet: supervised replicas, router processes in front, and one control application for all else.
 
-clients → router processes → replicas         /v1/*, /predict
+clients → router processes → replicas         /v1/*, /predict, /tokenize …
                   ↓
           control application (here)          /health, /stats, /metrics, /workers, the page
 """

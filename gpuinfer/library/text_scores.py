@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
@@ -12,9 +12,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BadPrompt, GpuinferError, UsageError, unwrap
 from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.library.llm_session import OpenedLLM
-
-if TYPE_CHECKING:
-    from gpuinfer.text.language import Language
+from gpuinfer.serving.model_language import ModelLanguage
 
 
 class ContinuationScore(Struct, frozen=True, kw_only=True):
@@ -34,8 +32,7 @@ class ScoringPrompts:
     """Pairs of prompts and continuations as prompts that nothing is drawn for. `spec`: whose tokenizer is used."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
-        self._language: Language | None = None
+        self._language = ModelLanguage(spec)
 
     def pairs(self, prompts: Any, continuations: Any, adapter: str | None) -> list[Prompt]:
         """One for each continuation. Raises `UsageError` for lists that do not fit, `BadPrompt` for a bad pair."""
@@ -62,11 +59,7 @@ class ScoringPrompts:
             before, after = _token_ids(prompt), _token_ids(continuation)
             whole, start = (*before, *after), len(before)
         elif isinstance(prompt, str) and isinstance(continuation, str):
-            if not continuation:
-                raise BadPrompt("the continuation is empty. Give at least one token.")
-            before, whole = self._encoded(prompt, prompt + continuation)
-            pairs = enumerate(zip(before, whole, strict=False))
-            start = next((place for place, (one, other) in pairs if one != other), min(len(before), len(whole)))
+            whole, start = self._language.continuation(prompt, continuation)
         else:
             raise BadPrompt("of prompt and continuation one is a text and one is token ids. Give both alike.")
         if start == len(whole):
@@ -74,23 +67,6 @@ class ScoringPrompts:
         if not start:
             raise BadPrompt("nothing comes before the continuation. Give a prompt of at least one token.")
         return whole, start
-
-    def _encoded(self, *texts: str) -> list[tuple[int, ...]]:
-        """Raises `BadPrompt`, and `UsageError` where only the backend can read the model."""
-        from gpuinfer.text.checkpoint import open_checkpoint
-        from gpuinfer.text.language import open_language
-
-        if self._language is None:
-            try:
-                checkpoint = open_checkpoint(self._spec)
-            except UsageError as error:
-                raise UsageError(f"texts cannot be tokenized here: {error} Token ids can be scored.") from error
-            self._language = open_language(checkpoint.language, checkpoint.shape)
-        encoded = self._language.encode([Prompt(text=text) for text in texts])
-        for one in encoded:
-            if isinstance(one, BadPrompt):
-                raise one
-        return [tuple(one.tolist()) for one in encoded if not isinstance(one, BadPrompt)]
 
 
 async def scores_of(

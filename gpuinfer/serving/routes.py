@@ -29,6 +29,7 @@ from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id
 from gpuinfer.serving.row_endpoint import EvaluateEndpoint
 from gpuinfer.serving.service import ModelService, ServedModels, Work
 from gpuinfer.serving.text_endpoints import PredictBody, completions, generations, predictions
+from gpuinfer.serving.token_endpoints import DetokenizeBody, TokenizeBody, detokenizations, tokenizations
 
 ERROR = {
     "type": "object",
@@ -266,6 +267,13 @@ def _health(served: ServedModels) -> Route:
     return Route("GET", "/health", handle, "open", "Alive, ready, busy or stuck.", own, immediate=now)
 
 
+OF_TEXT: Sequence[tuple[str, Callable[[ModelService], Work], str, type[Struct], Sequence[str]]] = (
+    ("/tokenize", tokenizations, "The tokens of a text or a chat.", TokenizeBody, ("count", "tokens")),
+    ("/detokenize", detokenizations, "The text of tokens.", DetokenizeBody, ("prompt",)),
+)
+"""Routes of models of text whose answer is one JSON object: url, work, summary, body, what the answer holds."""
+
+
 def _text(service: ModelService) -> list[Route]:
     answers = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
     asked = {"body": RequestBody, "responses": answers}
@@ -281,6 +289,17 @@ def _text(service: ModelService) -> list[Route]:
         ),
         Route("POST", "/predict", predict, "api", "Several answers to one text.", predicted),
         Route("POST", "/v1/generations", generate, "api", "In frames of msgpack.", HIDDEN),
+        *(
+            Route(
+                "POST",
+                url,
+                service.handler(work(service)),
+                "api",
+                summary,
+                {"body": body, "responses": json_responses("The answer.", object_schema(*told))},
+            )
+            for url, work, summary, body, told in OF_TEXT
+        ),
     ]
 
 
@@ -298,7 +317,7 @@ def _others(service: ModelService) -> list[Route]:
     """The routes of the other kind of model."""
     urls, instead = ["/v1/evaluate"], "continues text: POST /v1/completions"
     if service.health.kind != "text":
-        urls = ["/v1/completions", "/v1/chat/completions", "/predict", "/v1/generations"]
+        urls = ["/v1/completions", "/v1/chat/completions", "/predict", "/v1/generations", *(one[0] for one in OF_TEXT)]
         instead = "takes rows: POST /v1/evaluate"
 
     async def work(exchange: Exchange, asking: RequestContext) -> None:

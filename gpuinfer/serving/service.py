@@ -22,6 +22,7 @@ from gpuinfer.http.parser import Malformed
 from gpuinfer.models.row_format import MEDIA_TYPE
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving.health import RecentCounters, ReplicaHealth
+from gpuinfer.serving.model_language import ModelLanguage
 from gpuinfer.serving.openai.requests import BadRequest
 from gpuinfer.serving.openai.sampling_fields import USUAL_TOKENS
 from gpuinfer.serving.request import (
@@ -59,6 +60,10 @@ class ModelService:
     recent: RecentCounters = field(default_factory=RecentCounters)
     spans: Spans = NO_SPANS
     created: int = field(default_factory=lambda: int(time.time()))
+    language: ModelLanguage = field(init=False)  # of a model of text
+
+    def __post_init__(self) -> None:
+        self.language = ModelLanguage(self.spec)
 
     @property
     def name(self) -> str:

@@ -11,6 +11,8 @@ from gpuinfer.http.parser import LENGTH_DIGITS, body_length, check_target, join_
 
 CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"})  # of weights
 
+OF_MODELS = frozenset({"/predict", "/tokenize", "/detokenize", "/rerank", "/score"})  # beside those under /v1/
+
 CHUNKED, UNTIL_CLOSE = -1, -2  # lengths of bodies in chunks, and of bodies that end with their connection
 LONGEST_ID = 200  # a longer X-Request-Id is not passed on
 
@@ -72,7 +74,7 @@ class RequestHead:
         self.method, self.target = shape["method"].encode(), shape["target"].encode("latin-1")
         path = check_target(self.target)
         to_model = path.startswith("/v1/") and path not in CHANGES  # which concern all replicas
-        self.to_replicas = to_model or path == "/predict"  # else to the control application
+        self.to_replicas = to_model or path in OF_MODELS  # else to the control application
         request_id = headers.get("x-request-id", "").encode("latin-1")
         self.request_id = request_id if len(request_id) <= LONGEST_ID else b""
         if self.old:

@@ -14,8 +14,8 @@ CONTROL_KEY_HEADER = "X-Gpuinfer-Control-Key"  # proves to the control applicati
 class RouterConfig(Struct, frozen=True):
     """Sizes in bytes, times in seconds.
 
-    Requests for /v1/* and /predict go to replicas, but for those that change weights (`http_message.CHANGES`); these
-    and all others to the control application on the Unix socket `control`:
+    Requests for /v1/* and `http_message.OF_MODELS` go to replicas, but for those that change weights (`CHANGES`);
+    these and all others to the control application on the Unix socket `control`:
     with the client's own Authorization, and with `control_key` under `CONTROL_KEY_HEADER`.
     """
 
@@ -26,7 +26,7 @@ class RouterConfig(Struct, frozen=True):
     processes: int = 1
     policy: str = "least-loaded"
     policy_options: dict[str, Any] = field(default_factory=dict)
-    api_keys: tuple[str, ...] = ()  # lines of a key file; none: /v1/* and /predict are open
+    api_keys: tuple[str, ...] = ()  # lines of a key file; none: all routes of models are open
     hosts: tuple[str, ...] = ()  # names that a Host or Origin may have, without ports; none: any
     origins: tuple[str, ...] = ()  # of other servers' pages that may ask; "*": all
     tls: tuple[str, str] | None = None  # files of a certificate and its key

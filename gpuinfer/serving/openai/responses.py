@@ -175,7 +175,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
     return {"token_id": one.token, "logprob": one.logprob, "rank": one.rank}
 
 
-def _named(one: Candidate, of_bytes: str = "") -> str:
+def named_token(one: Candidate, of_bytes: str = "") -> str:
     """A token where OpenAI's form wants its text. One that is no whole characters is written byte by byte, after the
     prefix `of_bytes`, and one without a text, or whose text the backend does not tell, by its id, as vLLM has it.
     """
@@ -190,7 +190,7 @@ def _named(one: Candidate, of_bytes: str = "") -> str:
 def _of_chat(found: Sequence[Logprob]) -> dict[str, Any]:
     def shown(one: Candidate) -> dict[str, Any]:
         spelt = None if one.name is None or one.silent else list(one.name)
-        return {"token": _named(one), "logprob": one.logprob, "bytes": spelt}
+        return {"token": named_token(one), "logprob": one.logprob, "bytes": spelt}
 
     return {
         "content": [{**shown(one.chosen), "top_logprobs": [shown(each) for each in one.likeliest]} for one in found]
@@ -199,7 +199,7 @@ def _of_chat(found: Sequence[Logprob]) -> dict[str, Any]:
 
 def _of_completion(found: Sequence[Logprob]) -> dict[str, Any]:
     return {
-        "tokens": [_named(one.chosen, "bytes:") for one in found],
+        "tokens": [named_token(one.chosen, "bytes:") for one in found],
         "token_logprobs": [one.chosen.logprob for one in found],
         "top_logprobs": [_by_name(one.likeliest) for one in found],
         "text_offset": None,  # tokens are not always whole characters
@@ -210,7 +210,7 @@ def _by_name(likeliest: Sequence[Candidate]) -> dict[str, float]:
     """Of tokens that are spelled alike the likeliest."""
     found: dict[str, float] = {}
     for one in likeliest:
-        found.setdefault(_named(one, "bytes:"), one.logprob)
+        found.setdefault(named_token(one, "bytes:"), one.logprob)
     return found
 
 
