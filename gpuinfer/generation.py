@@ -119,6 +119,8 @@ class Prompt(Struct, frozen=True, kw_only=True):
     key: str = ""  # names the prompt where random numbers are drawn, so that its answer is its own in any company
     truncate: Literal["left", "right"] | None = None  # of a prompt that does not fit, what goes; None: it is refused
     adapter: str | None = None  # the name of one that the backend has; None: the model itself
+    embed: Literal["model", "mean", "last", "first"] | None = None
+    """Nothing is drawn, and `Generation.embedding` is wanted: the tokens' states pooled so, or as the model has it."""
     special_tokens: bool = True  # add what the tokenizer adds to a text; a chat template has its own
     begun: tuple[tuple[int, ...], ...] = ()
     begun_versions: tuple[tuple[tuple[int, str], ...], ...] = ()
@@ -188,6 +190,7 @@ class Generation(Struct, frozen=True, kw_only=True):
     first_token_s: float = 0.0  # from the admission to a slot
     seconds: float = 0.0  # from the admission to the last token
     versions: tuple[str, ...] = ("",)  # of the weights that computed it, in order; "" are those of the start
+    embedding: bytes | None = None  # of `Prompt.embed`: float32 [hidden], little-endian, of length 1
 
     @property
     def version(self) -> str:

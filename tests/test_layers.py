@@ -167,6 +167,7 @@ FACADES: dict[str, set[str]] = {
     },
     "runtime": {"background_run", "background_session", "run", "run_roofline", "session", "tracking"},
     "serving": {
+        "embedding_endpoint",
         "health",
         "model_language",
         "monitoring.live_page",

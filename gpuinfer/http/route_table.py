@@ -41,7 +41,6 @@ OPENAIS = {
     "conversations": CHATS,
     "batches": "`gpuinfer generate` answers files of prompts",
     "files": "`gpuinfer generate` answers files of prompts",
-    "embeddings": "models of embeddings are not served",
     "moderations": "models of moderation are not served",
     "images": "models of images are not served",
     "audio": "models of sound are not served",

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 from gpuinfer.api import Backend, Limits, Priority, Progress, Strategy
 from gpuinfer.config import registry
@@ -24,6 +24,7 @@ from gpuinfer.library.choices import backend_of, in_python_words, priority_of, s
 from gpuinfer.library.llm_session import OpenedLLM
 from gpuinfer.library.measured import SessionClock, SessionFigures
 from gpuinfer.library.text_answers import Errors, TextAnswer, TextAnswers
+from gpuinfer.library.text_embeddings import Pooling, embedding_prompts, embeddings_of
 from gpuinfer.library.text_prompts import AnswerKeywords, OnePrompt, PromptReader, Prompts, prompt_defaults
 from gpuinfer.library.text_scores import ContinuationScore, ScoringPrompts, scores_of
 from gpuinfer.library.text_stream import PendingText, TextStream
@@ -37,6 +38,10 @@ from gpuinfer.serving.openai.model_options import (
 )
 from gpuinfer.serving.openai.requests import PromptDefaults
 from gpuinfer.stats import Snapshot
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 ELSEWHERE = ("fleet",)  # backends whose model may lie on another machine
 
@@ -80,6 +85,11 @@ class LLM(SessionFigures):
         llm.chat([{"role": "user", "content": "Name a river."}]).text
         [score] = llm.score("The capital of France is", [" Paris"])
         score.logprob
+
+    **Embeddings** of texts are float32 [texts, hidden]:
+
+        vectors = llm.embed(["A river", "A sea"])
+        similarities = vectors @ vectors.T
 
     **Options of an answer** are the flags of `gpuinfer generate` with underscores: `max_new_tokens`, `temperature`,
     `top_p`, `stop`, `n`, `seed`, `logprobs`, `json_schema`, `regex`, `choice`, `grammar` and others (`AnswerKeywords`).
@@ -427,6 +437,27 @@ class LLM(SessionFigures):
         opened = self.opened()
         rows = self._scoring.pairs(prompts, continuations, self._adapter if adapter is None else adapter or None)
         return opened.wait_for(lambda: scores_of(opened, rows, seconds, request))
+
+    def embed(
+        self,
+        texts: Any,
+        *,
+        pooling: Pooling = "model",
+        dimensions: int | None = None,
+        timeout: float | str | None = None,
+        priority: Priority | str = "normal",
+        adapter: str | None = None,
+    ) -> NDArray[np.float32]:
+        """Embeddings of texts, or of lists of token ids: float32 [texts, dimensions], each of length 1. Of one text
+        alone there is one row.
+
+        `pooling` of the states of a text's tokens: "mean", "last", "first", or "model": as the model's folder has it
+        (sentence-transformers' `1_Pooling/config.json`), else "last". `dimensions`: the first so many values alone.
+        """
+        seconds, request = self._request(timeout, priority)
+        opened = self.opened()
+        rows = embedding_prompts(texts, pooling, self._adapter if adapter is None else adapter or None)
+        return opened.wait_for(lambda: embeddings_of(opened, rows, dimensions, seconds, request))
 
     def update(
         self,

@@ -56,7 +56,7 @@ class ScoringPrompts:
     def _tokens(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
         """All tokens, and how many of them are the prompt's."""
         if not isinstance(prompt, str) and not isinstance(continuation, str):
-            before, after = _token_ids(prompt), _token_ids(continuation)
+            before, after = token_ids(prompt), token_ids(continuation)
             whole, start = (*before, *after), len(before)
         elif isinstance(prompt, str) and isinstance(continuation, str):
             whole, start = self._language.continuation(prompt, continuation)
@@ -112,7 +112,8 @@ def is_one_text(value: Any) -> bool:
     return False
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Raises `BadPrompt` for what are none."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):

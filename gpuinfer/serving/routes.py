@@ -20,6 +20,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.http.http_exchange import Exchange, Handler
 from gpuinfer.http.route_table import Route
 from gpuinfer.models.row_format import MEDIA_TYPE
+from gpuinfer.serving.embedding_endpoint import EmbeddingsBody, embeddings
 from gpuinfer.serving.health import replica_stats
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
 from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition, models_up_family, served_models_family
@@ -268,6 +269,13 @@ def _health(served: ServedModels) -> Route:
 
 
 OF_TEXT: Sequence[tuple[str, Callable[[ModelService], Work], str, type[Struct], Sequence[str]]] = (
+    (
+        "/v1/embeddings",
+        embeddings,
+        "Embeddings of texts, as OpenAI has it.",
+        EmbeddingsBody,
+        ("object", "data", "usage"),
+    ),
     ("/tokenize", tokenizations, "The tokens of a text or a chat.", TokenizeBody, ("count", "tokens")),
     ("/detokenize", detokenizations, "The text of tokens.", DetokenizeBody, ("prompt",)),
 )

@@ -25,8 +25,9 @@ from gpuinfer.text.decoder.cpu_product import Kind, product_with
 from gpuinfer.text.decoder.cpu_step import MOST_PANELS, ROW_BLOCK, ROWS_AT_ONCE, serve
 from gpuinfer.text.decoder.cpu_threads import Threads
 from gpuinfer.text.decoder.cpu_weights import LoadedAdapters, PackedAdapter, PackedWeights, SortedStep, packed, tied
+from gpuinfer.text.decoder.torch_layers import normed
 from gpuinfer.text.precision import FLOAT32, computes_in
-from gpuinfer.text.transformer import PAGE, Adapter, Shape, Step, Weights
+from gpuinfer.text.transformer import PAGE, Adapter, Norm, Shape, Step, Weights
 
 LEAST_CAPACITY = 64  # rows of a step for which there is room at first
 NO_ROOM = (0, 0, 0, 0)
@@ -92,6 +93,13 @@ class CpuDecoder:
         by_adapter = self._compute(replace(step, wanted=step.wanted[:0]), all_rows=True)
         found = self._x[: len(step.tokens)]
         return torch.from_numpy(found.copy() if by_adapter.back is None else found[by_adapter.back])
+
+    def states(self, step: Step) -> NDArray[np.float32]:
+        """What the last norm gives of each token, [tokens, hidden]."""
+        scales, shifts = self._packed.model[2][-1], self._packed.model[3][-1]
+        norm = Norm(torch.from_numpy(scales), torch.from_numpy(shifts))
+        found = normed(self.hidden(step), norm, self.shape.norm, self.shape.norm_eps)
+        return np.asarray(found.numpy(), np.float32)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `step.Decoder.copy_pages`."""

@@ -170,6 +170,12 @@ class TorchDecoder:
         return found.index_select(0, torch.from_numpy(at).to(self.device))
 
     @torch.no_grad()
+    def states(self, step: Step) -> NDArray[np.float32]:
+        """What the last norm gives of each token, [tokens, hidden]."""
+        found = torch_layers.normed(self.hidden(step), self._weights.norm, self.shape.norm, self.shape.norm_eps)
+        return np.asarray(found.float().cpu().numpy(), np.float32)
+
+    @torch.no_grad()
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `step.Decoder.copy_pages`."""
         self._cache.copy_pages(sources, targets)

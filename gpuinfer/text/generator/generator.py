@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,16 @@ import numpy as np
 from torch import Tensor
 
 from gpuinfer.api import TextRoofline
-from gpuinfer.errors import BackendDied
-from gpuinfer.generation import Logprob, Prompt
+from gpuinfer.errors import BackendDied, BadPrompt
+from gpuinfer.generation import Generation, Logprob, Prompt
 from gpuinfer.models.out_of_memory import first_line
 from gpuinfer.models.pinned_memory import queued
+from gpuinfer.text.generator.adapter_versions import weights_name
 from gpuinfer.text.generator.admission import SlotAdmission
+from gpuinfer.text.generator.answer import NO_COMPLETION
 from gpuinfer.text.generator.apply_step import StepApplier
 from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
+from gpuinfer.text.generator.embedding_queue import POOLINGS, EmbeddingQueue
 from gpuinfer.text.generator.fault_isolation import FaultIsolation, model_died, row_failed
 from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import Prepared, PromptWork, SampleRow, prepare
@@ -60,10 +63,11 @@ class Generator(SlottedGenerator[SampleRow]):
         threads: int,
         deterministic: bool,
         gather_steps: int = 0,
+        pooling: str = "last",
         sampler: Sampler | None = None,
         **common: Any,
     ) -> None:
-        """`common`: see `SlottedGenerator`."""
+        """`pooling`: of embeddings, where a prompt leaves it to the model. `common`: see `SlottedGenerator`."""
         super().__init__(decoder, language, **common)
         vocabulary = decoder.shape.vocabulary
         how: dict[str, Any] = {
@@ -76,6 +80,9 @@ class Generator(SlottedGenerator[SampleRow]):
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = StepComposer(self._table, step_tokens, gather_steps)
         self._admission = SlotAdmission(decoder, self._table, self.sampler, language, self._composer.changed)
+        self._embeddings = EmbeddingQueue(decoder, self._admission.pages, step_tokens, pooling)
+        self._pooling = pooling
+        self._embedded_last = False  # the last step was one of embeddings: it is the turn of answers
         self.answers: StepApplier = StepApplier(
             self._table,
             self._admission,
@@ -99,14 +106,25 @@ class Generator(SlottedGenerator[SampleRow]):
 
     @property
     def busy(self) -> bool:
-        return super().busy or self._stepped is not None
+        return super().busy or self._stepped is not None or len(self._embeddings) > 0
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Prepared | Exception]:
-        return list(prepare(self.language, prompts, self.decoder, enter, self._adapters.refuse_unknown))
+        found: list[Prepared | Exception] = []
+        for one in prepare(self.language, prompts, self.decoder, enter, self._adapters.refuse_unknown):
+            if isinstance(one, Prepared) and one.embed == "model" and self._pooling not in POOLINGS:
+                what = f"the model's folder pools states by {self._pooling}, which is not computed here"
+                found.append(BadPrompt(f"{what}. Use a model with pooling by the mean, or by the last token."))
+            else:
+                found.append(one)
+        return found
 
     def _add(self, work: PromptWork[SampleRow], now: float) -> None:
+        if work.prepared.embed is not None:
+            work.versions = (weights_name(work.adapter, self.answers.version),)
+            self._embeddings.add(work)
+            return
         self.answers.begin(work)
         for number in range(work.prepared.samples):
             if not work.prepared.computes(number):
@@ -117,7 +135,50 @@ class Generator(SlottedGenerator[SampleRow]):
             except Exception as error:  # noqa: BLE001  of this prompt's own making
                 self.answers.fail(work, error)
 
+    def cancel(self, ticket: Hashable) -> bool:
+        work = self._embeddings.cancel(ticket)
+        if work is None:
+            return super().cancel(ticket)
+        if work.adapter is not None:
+            self._adapters.give_back(work.adapter)
+        return True
+
     def step(self) -> Stepped:
+        answering = super().busy or self._stepped is not None
+        if len(self._embeddings) and not (answering and self._embedded_last):
+            self._embedded_last = True
+            if (stepped := self._embed()) is not None or not answering:
+                return stepped or Stepped(*self.answers.take())
+        self._embedded_last = False
+        return self._answer()
+
+    def _embed(self) -> Stepped | None:
+        """A step of embeddings. None: rows have all the pages."""
+        self.enter("prefill")
+        done = self._embeddings.step()
+        if done is None:
+            return None
+        self.enter("reply")
+        now, (finished, parts) = time.perf_counter(), self.answers.take()
+        outcomes = list(finished)
+        for work, vector in done.finished:
+            if work.adapter is not None:
+                self._adapters.give_back(work.adapter)
+            if isinstance(vector, Exception):
+                outcomes.append((work.ticket, vector))
+                continue
+            answer = Generation(
+                completions=(NO_COMPLETION,),
+                prompt_tokens=len(work.prepared.tokens),
+                first_token_s=now - work.started,
+                seconds=now - work.started,
+                versions=work.versions,
+                embedding=vector.astype("<f4").tobytes(),
+            )
+            outcomes.append((work.ticket, answer))
+        return Stepped(outcomes, parts, rows=done.rows, tokens=done.tokens, prompt_tokens=done.tokens)
+
+    def _answer(self) -> Stepped:
         step, self._stepped = self._stepped, None
         if step is None:
             under_way = self._under_way  # a device that has finished it waits for the host until the next launch
@@ -217,6 +278,7 @@ class Generator(SlottedGenerator[SampleRow]):
         self._settle_all()
         self._admission.forget()
         super().update(version, weights)
+        self._embeddings.restart(version)
 
     def _adapter_gone(self, number: int) -> None:
         self._admission.pages.tree.forget(number)

@@ -65,6 +65,7 @@ class Prepared:
     parts: bool = False  # the answers are given out while they grow
     begun: tuple[ResumedAnswer, ...] = ()  # of each sample, if any has begun
     adapter: str | None = None  # as the prompt names it: the version is looked up when the prompt is added
+    embed: str | None = None  # `Prompt.embed`
 
     def computes(self, number: int) -> bool:
         """Whether the sample of this number needs any step at all."""
@@ -126,6 +127,7 @@ def _prepare_one(
         if prompt.adapter is not None:
             refuse_adapter(prompt.adapter)
         refuse_masks(sampling, decoder.shape)
+        refuse_embedding(prompt, decoder)
         _check(prompt, decoder)
         if len(tokens) + min(1, sampling.max_tokens) > length:
             tokens = _truncated(prompt, tokens, decoder)
@@ -141,7 +143,10 @@ def _prepare_one(
         enter("understand")
         return problem
     samples, first_sample, key = prompt.samples, prompt.first_sample, prompt.key
-    return Prepared(tokens, sampling, limit, samples, first_sample, key, matcher, begun=begun, adapter=prompt.adapter)
+    return Prepared(
+        tokens, sampling, limit, samples, first_sample, key, matcher,
+        begun=begun, adapter=prompt.adapter, embed=prompt.embed,
+    )  # fmt: skip
 
 
 def _check(prompt: Prompt, decoder: PromptLimits) -> None:
@@ -157,6 +162,21 @@ def _check(prompt: Prompt, decoder: PromptLimits) -> None:
             f"min_tokens is {sampling.min_tokens} and max_tokens {sampling.max_tokens}. "
             "Use 0 ≤ min_tokens ≤ max_tokens."
         )
+
+
+def refuse_embedding(prompt: Prompt, decoder: PromptLimits) -> None:
+    """Raises `BadPrompt` where the prompt wants an embedding and this decoder has none."""
+    if prompt.embed is None:
+        return
+    if decoder.shape.masking is not None:
+        raise BadPrompt("this is a diffusion model, which has no embeddings. Use one that goes from left to right.")
+    if not hasattr(decoder, "states"):
+        raise BadPrompt(
+            "embeddings cannot be had of this model as it is run here: it computes nothing, lies in stages on several "
+            "devices, or its engine keeps what it computes to itself. Use --backend inprocess without -B parallel."
+        )
+    if prompt.samples != 1:
+        raise BadPrompt(f"{prompt.samples} samples of an embedding, of which there is one. Ask for one.")
 
 
 def refuse_unfit(positions: int, pages: int, canvases: int = 1) -> None:

@@ -22,6 +22,7 @@ from gpuinfer.models.out_of_memory import keep_freed_memory
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.memory_estimate import refuse_short
 from gpuinfer.text.generator.adapter_versions import check_name
+from gpuinfer.text.generator.embedding_queue import pooling_of
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.stages.open_staged_decoder import places_for
@@ -173,7 +174,9 @@ def open_generator(
     else:
         graphs = decoder.device.type == "cuda" and wanted.graphs and wanted.parallel == "data"
         gather_steps = CUDA_GATHER_STEPS if graphs else 0
-        generator = Generator(decoder, spoken, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
+        common |= {"deterministic": setup.deterministic, "gather_steps": gather_steps}
+        common["pooling"] = common["facts"]["pooling"] = pooling_of(checkpoint.language.folder)
+        generator = Generator(decoder, spoken, **common)
     for name, adapter in adapters.items():
         check_name(name)
         generator.load_adapter(name, FIRST_VERSION, generator.decoder.pack_adapter(adapter))

@@ -161,7 +161,7 @@ class RowPages:
             if self.available < own + copies:
                 self.tree.leave(_one(partly.page))
                 partly, more = None, 0
-        pages = self._take(own + copies)
+        pages = self.take(own + copies)
         table, held = self._table, len(found) + own
         table.pages[slot, :held] = [*match.pages, *pages[:own]]
         table.held[slot] = held
@@ -176,7 +176,7 @@ class RowPages:
     def extend(self, slots: NDArray[np.integer[Any]]) -> None:
         """Take one more page for each of these rows. So many must be available."""
         table = self._table
-        table.pages[slots, table.held[slots]] = self._take(len(slots))
+        table.pages[slots, table.held[slots]] = self.take(len(slots))
         table.held[slots] += 1
 
     def carry_out(self) -> None:
@@ -239,7 +239,12 @@ class RowPages:
         row.node, row.spares = None, []
         self.tree.leave(pages)
 
-    def _take(self, count: int) -> list[int]:
+    def give(self, pages: list[int]) -> None:
+        """Free pages that were taken for no row."""
+        self.tree.leave(np.array(pages, np.int32))
+
+    def take(self, count: int) -> list[int]:
+        """Pages, of which so many must be available."""
         while len(self.pool) < count:
             self.tree.evict()
         return self.pool.take(count)
