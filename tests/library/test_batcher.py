@@ -869,3 +869,50 @@ def test_an_option_of_compiling_compiles(monkeypatch):
         gpuinfer.Batcher(nn.Linear(3, 2), devices="cpu", example=torch.zeros(3), compile=True),
     ):
         pass
+
+
+class Concurrent(nn.Module):
+    """Doubles its rows slowly, and knows how many threads were inside at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock, self.inside, self.most = threading.Lock(), 0, 0
+
+    def forward(self, rows):
+        with self.lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        time.sleep(0.005)
+        with self.lock:
+            self.inside -= 1
+        return {"double": 2 * rows, "sum": rows.sum(1)}
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 2), ({"in_flight": 1}, 1), ({"threads": 2}, 1)])
+def test_a_large_batch_may_be_computed_in_parts_at_once(options, most, monkeypatch):
+    monkeypatch.setattr("gpuinfer.models.open_model.cores", lambda: 2)
+    model, rows = Concurrent(), torch.randn(70, 3)
+    with gpuinfer.Batcher(model, devices="cpu", example=rows[0], **options) as batcher:
+        for count in (70, 70, 70, 70, 70, 33, 33, 33, 33, 31, 1):  # whole, in parts, as is faster
+            found = batcher.predict_batch(rows[:count])
+            assert torch.equal(found["double"], 2 * rows[:count])
+            assert torch.allclose(found["sum"], rows[:count].sum(1))
+    assert model.most == most
+
+
+def forward_threads():
+    return [one.name for one in threading.enumerate() if one.name.startswith("gpuinfer-forward")]
+
+
+@pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))])
+def test_short_batches_of_torch_modules_need_no_thread(model):
+    threads = torch.get_num_threads()
+    with gpuinfer.Batcher(model, devices="cpu", example=torch.ones(3)) as batcher:
+        before = set(forward_threads())
+        rows = torch.randn(20, 3)
+        assert torch.allclose(torch.stack(list(batcher.map(rows))), model(rows), atol=1e-6)
+        assert set(forward_threads()) == before
+    with gpuinfer.Batcher(Blocking(), devices="cpu", example=torch.ones(3)) as batcher:  # of somebody's own class
+        batcher.predict(torch.ones(3))
+        assert set(forward_threads()) > before
+    assert torch.get_num_threads() == threads
