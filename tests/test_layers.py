@@ -210,6 +210,7 @@ FACADES: dict[str, set[str]] = {
         "language.tokenizer",
         "model",
         "multi_device",
+        "packaged_models",
         "precision",
         "sampling",
         "sampling.slot_settings",

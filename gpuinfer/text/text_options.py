@@ -27,6 +27,7 @@ from gpuinfer.models.model_options import (
     complaint_of,
 )
 from gpuinfer.models.processor import COMPUTE, Compute
+from gpuinfer.text.packaged_models import PACKAGED, packaged_files
 
 MAX_ADAPTERS, MOST_ADAPTERS = 8, 1024
 ADAPTERS_HELP = "of text: LoRA adapters that are there from the start, as name=DIR,name=DIR"
@@ -129,9 +130,11 @@ def path_kind(name: str) -> tuple[Path, str]:
 
 
 def refuse_absent(name: str, built_in: Collection[str]) -> None:
-    """Raises `UsageError` where it is neither built in nor a path."""
+    """Raises `UsageError` where it is neither built in, nor in an installed package, nor a path."""
     path, kind = path_kind(name)
-    if kind == "nothing" and name not in built_in:
+    if kind == "nothing" and name in PACKAGED:
+        packaged_files(name)
+    elif kind == "nothing" and name not in built_in:
         raise no_such_model(name, path, built_in)
 
 

@@ -74,8 +74,9 @@ def test_the_models_that_a_shell_offers_are_there():
     from gpuinfer.models.networks import NETWORKS
     from gpuinfer.serving.openai.model_options import TEXT_MODELS
     from gpuinfer.text.checkpoint.built_in import BUILT_IN
+    from gpuinfer.text.packaged_models import PACKAGED
 
-    assert set(TEXT_MODELS) == set(BUILT_IN)
+    assert set(TEXT_MODELS) == {*BUILT_IN, *PACKAGED}
     for workload, more in (("selfplay", {"uniform", "rollout"}), ("train", set()), ("load", {"none"})):
         field = options.fields_of(registry.load("workloads", workload).Options)["model"]
         assert set(field.json_schema_extra["names"]) == set(NETWORKS) | more

@@ -64,9 +64,9 @@ def test_a_folder_in_the_working_folder_goes_before_a_built_in_model(folder, mon
     [
         ("adapter_config.json", "", "Merge it into its base model"),
         ("ckpt.pt", "", "--checkpoint"),
-        ("model.gguf", "", "original Hugging Face folder"),
+        ("model.gguf", "", "Give the file itself: --model"),
         ("notes.txt", "", "Check --model"),
-        ("model.gguf", "model.gguf", "GGUF files are not read. Give the original Hugging Face folder"),
+        ("model.gguf", "model.gguf", "it ends within its header"),
     ],
 )
 def test_a_folder_without_config(present, named, cure, tmp_path):

@@ -21,6 +21,7 @@ from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import MOST_LOGPROBS, Constraint, Prompt, Rendering, Sampling
 from gpuinfer.serving.openai import schema
 from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS, UnmaskingOptions
+from gpuinfer.text.packaged_models import PACKAGED
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
 WHAT = "letters, digits and any of . _ @ + -, a letter or a digit first, 100 at most"
@@ -89,8 +90,9 @@ def refuse_several(text: str | None, command: str, cure: str = "") -> None:
 
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
 FORMS = ("json_schema", "regex", "choice", "grammar")
-TEXT_MODELS = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
-"""What is built in (`text/checkpoint/built_in.py`, which imports torch)."""
+BUILT_IN_TEXT = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
+TEXT_MODELS = (*BUILT_IN_TEXT, *PACKAGED)
+"""What is built in (`text/checkpoint/built_in.py`, which imports torch), and what comes in packages."""
 GUIDED = 2  # slots of an answer with guidance, the most that one takes
 MOST_FILE = 1 << 20  # bytes of a schema or a grammar
 
@@ -102,7 +104,8 @@ class ModelOptions(api.Options):
 
     model: str | None = Field(
         None,
-        description="a folder with a checkpoint, or tiny, tiny-llada or null, which are built in",
+        description="a folder with a checkpoint, a GGUF file, smollm2 or gemma3 of the extra models, or tiny, "
+        "tiny-llada or null, which are built in",
         json_schema_extra={"names": [*TEXT_MODELS]},
     )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")

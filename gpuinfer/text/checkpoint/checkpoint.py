@@ -22,6 +22,7 @@ import torch
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import cores
+from gpuinfer.text.checkpoint.gguf_file import GgufFile
 from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate_memory
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, read_all_weights
 from gpuinfer.text.transformer import Shape, Weights
@@ -124,24 +125,26 @@ def settings_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class LanguageFiles:
-    """Where a model's tokenizer comes from: exactly one of the first three."""
+    """Where a model's tokenizer comes from: exactly one of the first four."""
 
     folder: Path | None = None  # holds tokenizer.json, or vocab.json and merges.txt
     characters: tuple[str, ...] | None = None  # token i is the i-th character
     bytes: bool = False  # token i is byte i; 256 ends an answer
-    template: str | None = None  # of chats, if there is no folder to hold one
+    gguf: GgufFile | None = None  # holds tokens, merges and template as metadata
+    template: str | None = None  # of chats, if there is nothing else to hold one
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     name: str
     shape: Shape
-    folder: Path | None  # None: built in
+    folder: Path | None  # None: built in, or a GGUF file
     dtype: str  # as stored: "bfloat16"
     layout: RotaryLayout | Gpt2Layout
     store: Store
     language: LanguageFiles
     settings: Sequence[Path] = ()  # files that affect the answers, besides the weights
+    identity: bytes = b""  # of settings that are in no file of their own
 
     @cached_property
     def fingerprint(self) -> str:
@@ -161,6 +164,8 @@ class Checkpoint:
                     add(path.name.encode(), hashlib.file_digest(file, "sha256").digest())
             except OSError as error:
                 raise UsageError(f"cannot read {path}: {error.strerror}. Check its permissions.") from None
+        if self.identity:
+            add(self.identity)
         content = self.store.digests(self.store.tensors)
         for name in sorted(self.store.tensors):
             stored = self.store.tensors[name]

@@ -13,6 +13,7 @@ from gpuinfer.text.checkpoint.built_in import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.config_keys import ConfigFields
 from gpuinfer.text.checkpoint.distributed_checkpoint import METADATA, open_store, open_trained
+from gpuinfer.text.checkpoint.gguf_model import open_gguf
 from gpuinfer.text.checkpoint.model_family import MaskHints, shape_of
 from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
 from gpuinfer.text.checkpoint.safetensors_folder import (
@@ -25,13 +26,15 @@ from gpuinfer.text.checkpoint.safetensors_folder import (
     spare_tensors,
 )
 from gpuinfer.text.checkpoint.tensor_layout import Store, check_store, read_all_weights
+from gpuinfer.text.packaged_models import PACKAGED, packaged_files
 from gpuinfer.text.text_options import no_such_model, path_kind
 from gpuinfer.text.transformer import Shape, Weights
 
 
 def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     """Open what `spec` names: `weights` is a nanoGPT file, or a torch distributed checkpoint whose base model is
-    `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, or a built-in model.
+    `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, a GGUF file, a model of an installed package,
+    or a built-in one.
 
     Settings and headers are read and checked; weights are not read. `spec.arguments["meta"]`: the alphabet of a nanoGPT
     model; "mask_token": the mask's token id of a diffusion model. Raises `UsageError`.
@@ -58,12 +61,14 @@ def _open(spec: ModelSpec, hints: MaskHints) -> Checkpoint:
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file" and path.suffix == ".gguf":
-        raise UsageError(f"{path}: GGUF files are not read. Give the original Hugging Face folder.")
+        return open_gguf([path], spec.name)
     if kind == "file":
         raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
+    if spec.name in PACKAGED:
+        return open_gguf(packaged_files(spec.name), spec.name)
     if spec.name in BUILT_IN:
         return open_builtin(spec.name)
-    raise no_such_model(spec.name, path, BUILT_IN)
+    raise no_such_model(spec.name, path, [*BUILT_IN, *PACKAGED])
 
 
 SHOWN = 3

@@ -202,13 +202,16 @@ NO_HINTS = MaskHints()
 
 
 def shape_of(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, hints: MaskHints = NO_HINTS
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    hints: MaskHints = NO_HINTS,
+    where: str = "config.json",
 ) -> Shape:
-    """The shape that config.json and generation_config.json, when there is one, describe.
+    """The shape that config.json and generation_config.json, when there is one, describe. `where`: in messages.
 
     Raises `UsageError` for a model that does not run here, and for a file that contradicts itself.
     """
-    fields, ends = ConfigFields(config), ConfigFields(generation or {}, "generation_config.json")
+    fields, ends = ConfigFields(config, where), ConfigFields(generation or {}, "generation_config.json")
     family = supported_family(fields)
     if family in MASKED:
         shape = SHAPES[family](fields, ends)
@@ -225,7 +228,7 @@ def shape_of(
             given = values.pop(other, None)
             if given is not None and values.setdefault(own, given) != given:
                 raise fields.wrong(other, f"{values[own]!r}, as '{own}' says"[:90])
-        fields = ConfigFields(values)
+        fields = ConfigFields(values, where)
         shape = _gpt2(fields, ends)
     else:
         shape = rotary_shape(family, fields, ends)

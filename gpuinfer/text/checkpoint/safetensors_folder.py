@@ -218,8 +218,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{folder} is an adapter, not a whole model. Merge it into its base model and save that.")
     if files := sorted(folder.glob("*.pt")):
         raise UsageError(f"{folder} has no config.json. For a nanoGPT model: --checkpoint {files[0]}.")
-    if any(folder.glob("*.gguf")):
-        raise UsageError(f"{folder} holds GGUF files, which are not read here. Give the original Hugging Face folder.")
+    if files := sorted(folder.glob("*.gguf")):
+        raise UsageError(f"{folder} has no config.json, but a GGUF file. Give the file itself: --model {files[0]}.")
     raise UsageError(f"{folder} has no config.json: it is no Hugging Face model folder. Check --model.")
 
 

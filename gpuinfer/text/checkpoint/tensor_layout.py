@@ -261,10 +261,10 @@ def tensor_parts(layout: TensorLayout) -> list[TensorPart]:
     return found
 
 
-def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -> None:
+def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = (), settings: str = "config.json") -> None:
     """Raises `UsageError` with the first tensors that are missing, unknown or of another shape.
 
-    `spare`: tensors that the store may hold and that are not used.
+    `spare`: tensors that the store may hold and that are not used. `settings`: what says the shapes.
     """
     wanted = {part.name: part.shape for part in tensor_parts(layout)}
     missing = {name: shape for name, shape in wanted.items() if name not in store.tensors}
@@ -274,7 +274,7 @@ def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -
         near = difflib.get_close_matches(name, unknown, n=1, cutoff=0.8) if at < SHOWN else []
         problems.append(f"'{name}' {list(shape)} is missing" + (f" (is it '{near[0][:120]}'?)" if near else ""))
     problems += [
-        f"'{name}' is {list(store.tensors[name].shape)}, config.json makes it {list(shape)}"
+        f"'{name}' is {list(store.tensors[name].shape)}, {settings} makes it {list(shape)}"
         for name, shape in wanted.items()
         if name in store.tensors and store.tensors[name].shape != shape
     ]
@@ -283,7 +283,7 @@ def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise UsageError(
             f"the weights in {store.where} are not those of a {layout.shape.family} model of this config: "
-            f"{'; '.join(problems[:SHOWN])}{more}. Copy the whole folder again, or save the model again."
+            f"{'; '.join(problems[:SHOWN])}{more}. Copy the whole model again, or save it again."
         )
 
 

@@ -12,6 +12,7 @@ from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Candidate, Constraint, Logprob, Prompt, Rendering
 from gpuinfer.text.language.chat_template import ChatTemplates
 from gpuinfer.text.language.detokenizer import Codec, Encoded, IncrementalDetokenizer
+from gpuinfer.text.language.gguf_tokenizer import gguf_settings, open_gguf_tokenizer
 from gpuinfer.text.language.grammar import GrammarMatcher, GrammarMatchers
 from gpuinfer.text.language.tokenizer import (
     Bytes,
@@ -151,10 +152,13 @@ def open_language(files: LanguageFiles, shape: Shape) -> Language:
         characters = Characters(files.characters)
         beginning = _first(shape.beginning_token, characters.token("\n"))  # as nanoGPT begins
         return Language(characters, shape.vocabulary, shape.end_tokens, beginning)
-    if files.folder is None:
+    if files.gguf is not None:
+        codec, settings = open_gguf_tokenizer(files.gguf, shape.family)
+    elif files.folder is not None:
+        settings = read_settings(files.folder)
+        codec = open_subwords(files.folder, shape.family, settings)
+    else:
         raise UsageError("the model has no tokenizer. Give its alphabet with --meta, or a folder with tokenizer.json.")
-    settings = read_settings(files.folder)
-    codec = open_subwords(files.folder, shape.family, settings)
     beginning, end = (
         None if name not in settings.named else codec.tokenizer.token_to_id(settings.named[name])
         for name in ("bos_token", "eos_token")
@@ -173,7 +177,10 @@ def has_chat_template(files: LanguageFiles) -> bool:
 
 
 def _templates(files: LanguageFiles) -> ChatTemplates | None:
-    settings = TokenizerSettings(template=files.template) if files.folder is None else read_settings(files.folder)
+    if files.gguf is not None:
+        settings = gguf_settings(files.gguf)
+    else:
+        settings = TokenizerSettings(template=files.template) if files.folder is None else read_settings(files.folder)
     return None if settings.template is None else ChatTemplates(settings)
 
 
