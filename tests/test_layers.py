@@ -177,6 +177,8 @@ FACADES: dict[str, set[str]] = {
         "openai.requests",
         "openai.row_names",
         "openai.responses",
+        "openai.row_files",
+        "openai.row_forms",
         "openai.row_splitter",
         "openai.sampling_fields",
         "openai.schema",

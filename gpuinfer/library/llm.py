@@ -308,6 +308,7 @@ class LLM(SessionFigures):
         timeout: float | str | None = ...,
         priority: Priority | str = ...,
         progress: bool = ...,
+        prompt_column: str | None = ...,
         **options: Unpack[AnswerKeywords],
     ) -> TextAnswers[TextAnswer]: ...
 
@@ -321,6 +322,7 @@ class LLM(SessionFigures):
         timeout: float | str | None = ...,
         priority: Priority | str = ...,
         progress: bool = ...,
+        prompt_column: str | None = ...,
         **options: Unpack[AnswerKeywords],
     ) -> TextAnswers[TextAnswer | GpuinferError]: ...
 
@@ -333,15 +335,19 @@ class LLM(SessionFigures):
         timeout: float | str | None = None,
         priority: Priority | str = "normal",
         progress: bool = False,
+        prompt_column: str | None = None,
         **options: Unpack[AnswerKeywords],
     ) -> TextAnswers[Any]:
         """Answer prompts: an iterator, for `for` and `async for`, of a `TextAnswer` for each.
 
         `prompts`: a text, token ids, a chat (messages), a row as `{"prompt": "Once", "id": 7}`; a list, an array or an
-        iterator of these, or a file (`Path("prompts.jsonl")`; of a .txt each line is a prompt). `ordered`: in the order
-        of the prompts, or as they are finished. `errors`: "raise" raises a prompt's error in its place, with its
-        `index`; "return" gives the error in place of the answer, and goes on. `timeout`: seconds for each prompt, from
-        when the model is asked. `priority`: "high", "normal", "low" among all that wait. `progress`: draw a bar.
+        iterator of these, or a file (`Path("prompts.jsonl")`, JSON, CSV, Parquet; of a .txt each line that is not blank
+        is a prompt), a pattern (`Path("data/*.parquet")`) or a list of files. `prompt_column`: the column of a table
+        that holds them, else `prompt`, `messages` or `text`. `ordered`: in the order of the prompts, or as they are
+        finished. `errors`: "raise" raises a prompt's error in its place, with its `index`, which counts prompts and not
+        lines (those are in `answer.line`); "return" gives the error in place of the answer, and goes on. `timeout`:
+        seconds for each prompt, from when the model is asked. `priority`: "high", "normal", "low" among all that wait.
+        `progress`: draw a bar.
 
         Leaving the loop early, or an error, cancels what is under way.
 
@@ -362,7 +368,7 @@ class LLM(SessionFigures):
                 return progress_bar("prompts", total)
 
         seconds, request = self._request(timeout, priority)
-        rows = PromptReader(prompts, self._defaults(options))
+        rows = PromptReader(prompts, self._defaults(options), prompt_column)
         return TextAnswers(self, rows, ordered=ordered, errors=errors, timeout=seconds, request=request, bar=bar)
 
     def answer(

@@ -40,6 +40,7 @@ class TextAnswer(Struct, frozen=True, kw_only=True):
     prompt: Prompt  # as it was asked
     generation: Generation  # everything else that is known
     metadata: dict[str, Any] | None = None  # as the row had it
+    line: int = 0  # of its file, on which the row begins, from 1; of Parquet the row, of a list the place
 
     @property
     def samples(self) -> tuple[Completion, ...]:
@@ -88,7 +89,7 @@ class TextAnswer(Struct, frozen=True, kw_only=True):
 
 
 def whole_answer(row: NamedRow, found: Generation, place: int = 0) -> TextAnswer:
-    return TextAnswer(index=place, id=row.id, prompt=row.prompt, generation=found, metadata=row.metadata)
+    return TextAnswer(index=place, id=row.id, prompt=row.prompt, generation=found, metadata=row.metadata, line=row.line)
 
 
 def answer_of(place: int, row: NamedRow, found: Generation | Exception) -> TextAnswer | Exception:

@@ -4,6 +4,7 @@ flags: so the same prompts have the same names, and the same answers.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections import deque
@@ -26,26 +27,27 @@ from gpuinfer.serving.openai.model_options import (
     rendering_of,
     sampling_of,
 )
-from gpuinfer.serving.openai.prompt_rows import PromptRowReader, pieces_of
+from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.requests import PromptDefaults
+from gpuinfer.serving.openai.row_files import pieces_of
+from gpuinfer.serving.openai.row_forms import ROW_FILES
 from gpuinfer.serving.openai.row_names import NamedRow, Namer
-from gpuinfer.serving.openai.row_splitter import HEAD_BYTES, Piece, Unusable, foreign_format
+from gpuinfer.serving.openai.row_splitter import Piece, Unusable
 from gpuinfer.serving.openai.sampling_fields import unmasking_of
 from gpuinfer.serving.openai.schema import MOST_SAMPLES
 
 BLOCK_ROWS = 64
-PROMPT_FILES = (".jsonl", ".json", ".txt")
 INLINE = ("json_schema", "regex", "grammar")  # forms that are no files here
 PROMPTS = (
     'Give a text, token ids ([1, 2]), a chat ([{"role": "user", "content": "Hi"}]), a list or an iterator of these, '
-    'or a file of them (Path("prompts.jsonl")).'
+    'or a file of them (Path("prompts.jsonl"), Path("prompts.csv"), Path("data/*.parquet")).'
 )
 
 
 OnePrompt = str | Mapping[str, Any] | Sequence[Any]
 """A text, a row, token ids, or the messages of a chat."""
 Prompts = str | Mapping[str, Any] | os.PathLike[str] | Iterable[Any]
-"""One of those, many, or a file of them."""
+"""One of those, many, or a file of them; or several files."""
 
 
 class AnswerArguments(AnswerOptions):
@@ -157,10 +159,13 @@ class PromptReader:
     Those of a list or a file are parsed in blocks, which is quicker; of an iterator each when it is asked for.
     """
 
-    def __init__(self, given: Any, defaults: PromptDefaults) -> None:
+    def __init__(self, given: Any, defaults: PromptDefaults, column: str | None = None) -> None:
+        """`column`: which column of a table, or field of a file's objects, holds the prompts."""
         self._reader, self._namer = PromptRowReader(defaults, cure=", or put it under `metadata`"), Namer({})
         self.total: int | None
-        self._pieces, self.total, is_iterator = _pieces_in(given)
+        if not isinstance(column, str | None):
+            raise UsageError(f"prompt_column={column!r:.60} is no name of a column. Give a text.")
+        self._pieces, self.total, is_iterator = _pieces_in(given, column)
         self._block = 1 if is_iterator else BLOCK_ROWS
         self._rows: deque[NamedRow] = deque()
 
@@ -179,18 +184,13 @@ class PromptReader:
             close()
 
 
-def _pieces_in(given: Any) -> tuple[Iterator[Piece], int | None, bool]:
+def _pieces_in(given: Any, column: str | None) -> tuple[Iterator[Piece], int | None, bool]:
     """The rows, how many there are, and whether they come from an iterator of the caller's."""
-    if isinstance(given, str) and given.endswith(PROMPT_FILES) and len(given.split()) == 1:
-        if not Path(given).is_file():
-            raise UsageError(
-                f"there is no file {given}. Name one that is there; if this is a prompt, put it into a list: "
-                f"[{given!r}]."
-            )
-        given = Path(given)
-    if isinstance(given, os.PathLike):
-        path = Path(os.fspath(given))
-        return _lines_of_text(path) if _is_plain_text(path) else pieces_of(path, "prompts"), None, False
+    files = _files_in(given)
+    if files:
+        return _pieces_of_files(files, column), None, False
+    if column is not None:
+        raise UsageError(f"prompt_column={column!r} names a column of a file, and this is none. Leave it out.")
     if hasattr(given, "tolist"):  # an array, or a tensor
         given = given.tolist()
     if isinstance(given, str | Mapping) or _is_one_prompt(given):
@@ -201,6 +201,19 @@ def _pieces_in(given: Any) -> tuple[Iterator[Piece], int | None, bool]:
         raise UsageError(f"prompts={given!r:.60} is nothing to answer. {PROMPTS}")
     total = len(given) if isinstance(given, Sequence) else None
     return (_piece(number, one) for number, one in enumerate(given, 1)), total, total is None
+
+
+def _files_in(prompts: Any) -> list[str]:
+    """The paths, where these are files."""
+    if isinstance(prompts, str) and prompts.lower().endswith(ROW_FILES) and len(prompts.split()) == 1:
+        if not Path(prompts).is_file() and not glob.has_magic(prompts):
+            raise UsageError(
+                f"there is no file {prompts}. Name one that is there; if this is a prompt, put it into a list: "
+                f"[{prompts!r}]."
+            )
+        return [prompts]
+    several = prompts if isinstance(prompts, list | tuple) else [prompts]
+    return [os.fspath(one) for one in several] if all(isinstance(one, os.PathLike) for one in several) else []
 
 
 def _is_one_prompt(given: Any) -> bool:
@@ -235,21 +248,7 @@ def _plain_value(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is in it")
 
 
-def _is_plain_text(path: Path) -> bool:
-    if path.suffix != ".txt" or not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-        found = foreign_format(head, str(path), whole=not file.read(1))
-    return found is not None and found.what == "plain text"
-
-
-def _lines_of_text(path: Path) -> Iterator[Piece]:
-    """Each line that is not blank is a prompt."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if text := line.strip():
-                    yield number, msgspec.json.encode(text)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: {error}. Write it in UTF-8.") from error
+def _pieces_of_files(files: Sequence[str], column: str | None) -> Iterator[Piece]:
+    for file in files:
+        with in_python_words():
+            yield from pieces_of(Path(file), f"prompts {file}", column)

@@ -10,11 +10,11 @@ from run_generate import infer_of, lines, run
 
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Constraint, Rendering, Sampling
+from gpuinfer.serving.openai import row_files
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader, prompts_of
 from gpuinfer.serving.openai.requests import PromptDefaults
-from gpuinfer.workloads.generate import pump
+from gpuinfer.serving.openai.row_splitter import RowSplitter
 from gpuinfer.workloads.generate.answer_lines import LineWriter
-from gpuinfer.workloads.generate.pump import RowSplitter
 
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
 CHAT = [{"role": "user", "content": "hi"}]
@@ -174,7 +174,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path, monkeypat
         return answer(self, job, *more)
 
     monkeypatch.setattr(LineWriter, "answer", choosy)
-    monkeypatch.setattr(pump, "RowSplitter", lambda: RowSplitter(1000))
+    monkeypatch.setattr(row_files, "RowSplitter", lambda: RowSplitter(1000))
     rows = [{"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": huge, "prompt": "good"}]
     rows += [{"id": "odd", "prompt": "a"}, {"id": "z", "prompt": "p", "metadata": {"n": huge}}]
     text = lines("x" * 2000, b"nope", b"", *rows)
@@ -249,8 +249,10 @@ def test_batch_requests_are_answered_in_their_own_form(tmp_path):
     assert rows["c"]["error"]["code"] == "bad_prompt"
 
 
-def test_a_table_in_the_place_of_a_prompts_file_of_any_command_is_named(tmp_path):
+def test_a_prompts_file_of_any_command_may_be_a_table_and_another_form_is_named(tmp_path):
     (tmp_path / "p.csv").write_text("id,prompt\n1,ab\n")
-    with pytest.raises(UsageError, match=r"--prompts .*p.csv is a table with the columns id, prompt") as refused:
-        list(prompts_of(tmp_path / "p.csv", "--prompts"))
-    assert str(refused.value).endswith("> rows.jsonl\nand give --prompts rows.jsonl.")
+    assert [prompt.text for prompt in prompts_of(tmp_path / "p.csv", "--prompts")] == ["ab"]
+    (tmp_path / "p").write_text("ab\ncd\n")
+    with pytest.raises(UsageError, match=r"--prompts .*p is plain text") as refused:
+        list(prompts_of(tmp_path / "p", "--prompts"))
+    assert str(refused.value).endswith("> rows.jsonl\nand give that file.")

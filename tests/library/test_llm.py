@@ -243,7 +243,9 @@ BAD_PROMPTS = [
     pytest.param(lambda llm: llm.generate(5), "prompts=5 is nothing to answer. Give a text", id="a number"),
     pytest.param(lambda llm: llm.generate(None), "prompts=None is nothing to answer", id="nothing"),
     pytest.param(lambda llm: llm.generate("none.jsonl"), "there is no file none.jsonl", id="no file"),
-    pytest.param(lambda llm: list(llm.generate(Path("none.jsonl"))), "none.jsonl cannot be read", id="no such path"),
+    pytest.param(
+        lambda llm: list(llm.generate(Path("none.jsonl"))), "none.jsonl: there is no such file", id="no such path"
+    ),
     pytest.param(lambda llm: list(llm.generate(["a", ["b"]])), "prompt 1: Expected `int`", id="a list of texts in one"),
     pytest.param(lambda llm: list(llm.generate([[99999]])), "prompt 0: token 99999", id="a token that is none"),
     pytest.param(lambda llm: list(llm.generate(["\ud800"])), "prompt 0: the text has half", id="half a character"),

@@ -26,19 +26,16 @@ from gpuinfer.serving.openai.requests import (
     refuse_unsupported,
     unreadable,
 )
+from gpuinfer.serving.openai.row_files import pieces_of
 from gpuinfer.serving.openai.row_splitter import (
     CHAT_FIELDS,
-    HEAD_BYTES,
     TEXT_FIELDS,
     Content,
     Piece,
-    RowSplitter,
     Unusable,
-    foreign_format,
 )
 from gpuinfer.serving.openai.schema import InputRow, LooseRow
 
-CHUNK = 1 << 20  # bytes of a file that are read at once
 LOOSE = ", put it under `metadata`, or add --no-strict"  # with a field that is not known
 
 
@@ -138,27 +135,11 @@ def prompts_of(path: Path, flag: str, *, strict: bool = True) -> Iterator[Prompt
     be read.
     """
     reader = PromptRowReader(PromptDefaults(strict=strict))
-    for number, piece in enumerate(pieces_of(path, flag), 1):
+    for number, piece in enumerate(pieces_of(path, f"{flag} {path}"), 1):
         asked = reader.read(piece)
         if asked.prompt is None:
             raise UsageError(f"{flag} {path}, row {number}: {asked.error}")
         yield asked.prompt
-
-
-def pieces_of(path: Path, flag: str) -> Iterator[Piece]:
-    """The rows of a file, cut and not parsed. Raises `UsageError` as `prompts_of` does, when it is read."""
-    splitter = RowSplitter()
-    try:
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-            if found := foreign_format(head, str(path), whole=len(head) < HEAD_BYTES):
-                raise UsageError(found.refused(f"{flag} {path}", f"> rows.jsonl\nand give {flag} rows.jsonl."))
-            file.seek(0)
-            while chunk := file.read(CHUNK):
-                yield from splitter.feed(chunk)
-    except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}. Give a file of prompts.") from error
-    yield from splitter.end()
 
 
 def _short(value: str | None) -> str:

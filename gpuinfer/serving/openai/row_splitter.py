@@ -1,20 +1,16 @@
-"""Cuts a stream of bytes into rows: the lines of JSONL, or the elements of one JSON array, with bounded memory.
+"""Cuts a stream of bytes into rows: the lines of JSONL, the elements of one JSON array, or the members of one JSON
+object of id → row, with bounded memory.
 
-Nothing is decoded here. A row longer than `most` bytes is passed over as it streams by and known by its hash. Each row
-has the number of the line it begins on, from 1, blank lines counted. A file in another format is recognized by its
-first bytes, with a command that turns it into rows.
+Lines and elements are not decoded here. A row longer than `most` bytes is passed over as it streams by and known by its
+hash. Each row has the number of the line it begins on, from 1, blank lines counted.
 """
 
 from __future__ import annotations
 
-import codecs
-import csv
 import hashlib
-import json
 import re
-import shlex
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar
 
 import msgspec
 
@@ -99,11 +95,14 @@ class ArraySplitter:
     The first byte is the array's own bracket.
     """
 
+    closing: ClassVar[bytes] = b"]"
+    what: ClassVar[str] = "array"
+
     def __init__(self, most: int = MOST_BYTES, line: int = 1) -> None:
         self._hold = PartialRow(most)
         self._depth = self._count = 0
         self._in_string = self._escaped = False
-        self._wrong_end = False  # the array was closed with a brace
+        self._wrong_end = False  # the array was closed with a brace, or the object with a bracket
         self._line = self._begun = line  # that has been reached; that the present element begins on
 
     @property
@@ -153,7 +152,7 @@ class ArraySplitter:
             self._depth += 1
         elif sign in b"]}":
             self._depth -= 1
-            self._wrong_end = self._depth == 0 and sign == b"}"
+            self._wrong_end = self._depth == 0 and sign != self.closing
             return self._depth == 0
         return self._depth == 1 and sign == b","
 
@@ -166,7 +165,9 @@ class ArraySplitter:
             nothing = Unusable("nothing stands where a row should. Take out the comma beside it.", b"")
             found = [(self._line, nothing)]
         if self._wrong_end:
-            found.append((self._line, Unusable("the array ends with a } and not with a ]. Correct it.", b"}")))
+            wrong = "}" if self.closing == b"]" else "]"
+            why = f"the {self.what} ends with a {wrong} and not with a {self.closing.decode()}. Correct it."
+            found.append((self._line, Unusable(why, wrong.encode())))
         return found
 
     def end(self) -> list[Piece]:
@@ -174,12 +175,91 @@ class ArraySplitter:
         if self._closed and _blank(rest):
             return []
         content = rest if isinstance(rest, bytes) else rest.content
-        why = "something follows the array's end. Take it out." if self._closed else "the array has no end. Add a ]."
+        if self._closed:
+            why = f"something follows the {self.what}'s end. Take it out."
+        else:
+            why = f"the {self.what} has no end. Add a {self.closing.decode()}."
         return [(self._begun, Unusable(why, content))]
 
 
+class ObjectSplitter(ArraySplitter):
+    """The members of one JSON object of id → row, as rows with this id. The first byte is the object's own brace."""
+
+    closing, what = b"}", "object"
+
+    def feed(self, data: bytes) -> list[Piece]:
+        return [(line, _row_of_member(content)) for line, content in super().feed(data)]
+
+
+def _row_of_member(content: Content) -> Content:
+    """`"7": "a text"` as a row; an object, a chat or tokens may stand there too."""
+    if isinstance(content, Unusable):
+        return content
+    try:
+        ((id, value),) = msgspec.json.decode(b"{" + content + b"}", type=dict[str, msgspec.Raw]).items()
+        found = bytes(value)
+        if found.startswith(b'"'):
+            return msgspec.json.encode({"id": id, "prompt": value})
+        if found.startswith(b"["):
+            is_chat = found[1:].lstrip(SPACE).startswith(b"{")
+            return msgspec.json.encode({"id": id, "messages" if is_chat else "prompt_token_ids": value})
+        row = msgspec.json.decode(found, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError) as error:
+        why = f'what stands here is no member `"id": row` of an object ({error}). Write a text or a row for the id.'
+        return Unusable(why, content)
+    name = "custom_id" if "body" in row else "id"
+    if name in row and msgspec.json.decode(row[name]) != id:
+        return Unusable(f"the row of the id '{id:.100}' has another `{name}`. Leave that out.", content)
+    return msgspec.json.encode({name: id, **{key: one for key, one in row.items() if key != name}})
+
+
+OWN_FIELDS = ("prompt", "prompt_token_ids", "messages", "id", "custom_id", "metadata", "body", "url", "method")
+TEXT_FIELDS = (
+    "prompt",
+    "text",
+    "input",
+    "inputs",
+    "question",
+    "instruction",
+    "query",
+    "content",
+    "problem",
+    "sentence",
+)
+"""What other formats and data sets call a prompt, the likeliest first."""
+CHAT_FIELDS = ("conversations", "conversation", "chat", "dialog", "dialogue")
+ROW_NAMES = frozenset((*OWN_FIELDS, *TEXT_FIELDS, *CHAT_FIELDS))  # one of these tells that an object is a row
+FIRST_MEMBER = re.compile(rb'\{\s*"((?:[^"\\]|\\.)*)"\s*:\s*["\[{]')
+HEAD_BYTES = 64 << 10  # by which a form is recognized
+
+
+def holds_rows(data: bytes, ended: bool) -> bool | None:
+    """Whether the object that `data` begins with holds rows by their ids, and is not itself a row or the first of many
+    lines. None: that is not known before more has come; `ended`: no more will.
+    """
+    line, newline, rest = data.partition(b"\n")
+    if newline or ended:
+        try:
+            members = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+        except (ValueError, RecursionError):
+            if ended and not rest.strip(SPACE):
+                return False
+            if line.strip(SPACE)[-1:] not in (b"{", b"[", b",", b":"):
+                return False  # a row that is broken
+        else:
+            if not members or not ROW_NAMES.isdisjoint(members) or rest.strip(SPACE):
+                return False
+            if not all(bytes(one)[:1] in (b'"', b"{", b"[") for one in members.values()):
+                return False
+            return True if ended else None
+    first = FIRST_MEMBER.match(data)
+    if first is not None and (newline or len(data) >= HEAD_BYTES):
+        return first[1].decode(errors="replace") not in ROW_NAMES
+    return False if ended or len(data) >= HEAD_BYTES else None
+
+
 class RowSplitter:
-    """Lines, or elements when the first sign is a `[`; a byte order mark is passed over."""
+    """Elements when the first sign is a `[`, members of an object of rows, else lines; without a byte order mark."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._most = most
@@ -203,135 +283,21 @@ class RowSplitter:
             rest = data.lstrip(SPACE)
             self._line += data[: len(data) - len(rest)].count(b"\n")
             data = self._head = rest
-            if not data:
+            if not data or (data[:1] == b"{" and (is_object := holds_rows(data, ended=False)) is None):
                 return []
-            self._chosen, self._head = (
-                (ArraySplitter if data[:1] == b"[" else LineSplitter)(self._most, self._line),
-                b"",
-            )
-        return self._chosen.feed(data)
+            self._choose(data[:1] == b"{" and bool(is_object))
+        return self._chosen.feed(data) if self._chosen is not None else []
+
+    def _choose(self, is_object: bool) -> None:
+        kind = ArraySplitter if self._head[:1] == b"[" else LineSplitter
+        self._chosen, self._head = (ObjectSplitter if is_object else kind)(self._most, self._line), b""
 
     def end(self) -> list[Piece]:
-        if self._chosen is None:
-            return [(1, Unusable("a byte order mark is cut short.", self._head))] if self._head else []
-        return self._chosen.end()
-
-
-HEAD_BYTES = 64 << 10
-TEXT_FIELDS = (
-    "prompt",
-    "text",
-    "input",
-    "inputs",
-    "question",
-    "instruction",
-    "query",
-    "content",
-    "problem",
-    "sentence",
-)
-"""What other formats and data sets call a prompt, the likeliest first."""
-CHAT_FIELDS = ("conversations", "conversation", "chat", "dialog", "dialogue")
-UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-PACKED = {
-    b"\x1f\x8b": ("gzip", "gzip -dc"),
-    b"BZh": ("bzip2", "bzip2 -dc"),
-    b"\xfd7zXZ\0": ("xz", "xz -dc"),
-    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -dc"),
-}
-SIGNATURES = {
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"PK\x03\x04": "a zip archive or an Excel workbook",
-    b"%PDF": "a PDF",
-    b"SQLite format 3\0": "an SQLite database",
-    b"GGUF": "a GGUF model",
-}
-PARQUET = (
-    "import json, pyarrow.parquet as pq; [print(json.dumps(text)) for batch in pq.ParquetFile({name}).iter_batches("
-    'columns=["prompt"]) for text in batch["prompt"].to_pylist()]'
-)
-TEXT = 'import json; [print(json.dumps(line.strip())) for line in open(0, encoding="{encoding}") if line.strip()]'
-TABLE = (
-    'import csv, json; [print(json.dumps(row[{column}])) for row in csv.DictReader(open(0, encoding="{encoding}", '
-    'newline=""){dialect})]'
-)
-
-
-class ForeignFormat(NamedTuple):
-    """`what` a file is; the `command` that writes its rows to standard output, "" for none; what that `does`."""
-
-    what: str
-    command: str = ""
-    does: str = ""
-
-    def refused(self, file: str, takes: str) -> str:
-        """The sentences that refuse it. `file`: what people call it; `takes`: where the command's output goes."""
-        said = f"{file} is {self.what}, and prompts are read as one JSON object a line."
-        if not self.command:
-            return f"{said} Give a file of those."
-        return f"{said} {self.does}:\n{self.command} {takes}"
-
-
-def foreign_format(head: bytes, name: str, whole: bool) -> ForeignFormat | None:
-    """Which form a file has whose first bytes are `head`, when it is no JSON; None when it may be JSON, or nothing.
-
-    `name` is the file's, - for standard input. `whole`: there is no more than `head`.
-    """
-    source = "FILE" if name == "-" else shlex.quote(name)
-    for signature, (method, command) in PACKED.items():
-        if head.startswith(signature):
-            return ForeignFormat(f"compressed with {method}", f"{command} {source}", "To unpack it on the way")
-    for signature, what in SIGNATURES.items():
-        if head.startswith(signature):
-            if signature != b"PAR1":
-                return ForeignFormat(what)
-            script = PARQUET.format(name=json.dumps("FILE" if name == "-" else name))
-            does = "With pyarrow installed, and the column's name for prompt"
-            return ForeignFormat(what, f"python3 -c {shlex.quote(script)}", does)
-    if head.startswith(UTF_16):
-        return ForeignFormat("text in UTF-16", f"iconv -f UTF-16 -t UTF-8 {source}", "To turn it into UTF-8 on the way")
-    return _of_lines(head, name, source, whole)
-
-
-def _of_lines(head: bytes, name: str, source: str, whole: bool) -> ForeignFormat | None:
-    lines = head.removeprefix(BOM).split(b"\n")
-    lines = [line.strip() for line in (lines if whole else lines[:-1]) if line.strip()]
-    if not lines or lines[0].startswith(b"[") or not (whole or lines[1:]):  # one bad row of a stream is a bad row
-        return None
-    if lines[0] == b"{" and len(lines) > 1:
-        command = f"jq -c . {source}"
-        return ForeignFormat(
-            "JSON with objects over several lines", command, "To have each object on a line of its own"
-        )
-    if any(map(_is_row, lines)):
-        return None
-    if b"\0" in head:
-        return ForeignFormat("binary")
-    encoding = "utf-8-sig"
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head, final=whole)
-    except UnicodeDecodeError:
-        encoding = "cp1252"
-    first = lines[0].decode(encoding, errors="replace")
-    delimiter = max(",\t;", key=first.count)
-    columns = next(csv.reader([first], delimiter=delimiter))
-    known = [column for wanted in TEXT_FIELDS for column in columns if column.strip().lower() == wanted]
-    if name.lower().endswith((".csv", ".tsv")) or (known and len(columns) > 1):
-        column = known[0] if known else columns[0]
-        dialect = f", delimiter={json.dumps(delimiter)}" if delimiter != "," else ""
-        script = TABLE.format(column=json.dumps(column), encoding=encoding, dialect=dialect)
-        what = f"a table with the columns {', '.join(columns)}"
-        return ForeignFormat(what, f"python3 -c {shlex.quote(script)} < {source}", f"To ask its column {column}")
-    script = TEXT.format(encoding=encoding)
-    return ForeignFormat("plain text", f"python3 -c {shlex.quote(script)} < {source}", "To make each line a prompt")
-
-
-def _is_row(line: bytes) -> bool:
-    """Whether the line is meant as a row: an object, though it be broken, or a whole string."""
-    if line.startswith(b"{"):
-        return True
-    try:
-        return isinstance(msgspec.json.decode(line), str)
-    except (ValueError, RecursionError):
-        return False
+        if self._chosen is not None:
+            return self._chosen.end()
+        if self._head and not self._marked:
+            return [(1, Unusable("a byte order mark is cut short.", self._head))]
+        if not (data := self._head):
+            return []
+        self._choose(bool(holds_rows(data, ended=True)))
+        return self.feed(data) + self.end()

@@ -51,13 +51,14 @@ class AnswerTiming(Struct, kw_only=True):
     cached_tokens: int  # of the prompt's, those that had been computed for another: who came first decides
 
 
-class Failure(Struct, kw_only=True):
+class Failure(Struct, kw_only=True, omit_defaults=True):
     """Why a row has no answer."""
 
     type: str
     message: str
     row: int  # its place among the rows of the input, from 1
-    line: int  # the line of the input that it begins on, as an editor counts
+    line: int  # the line of the input that it begins on, as an editor counts; of Parquet its row
+    file: str | None = None  # of several
 
 
 class OutputLine(Struct, kw_only=True, omit_defaults=True):
@@ -128,24 +129,29 @@ class LineWriter:
             line.token_ids, line.logprobs = one.token_ids, one.logprobs
         return self._encode(line) + b"\n"
 
-    def error(self, row: NamedRow, error: GpuinferError) -> bytes:
-        """The line of a row that has no answer. When the row's own words cannot be written it goes without them."""
+    def error(self, row: NamedRow, error: GpuinferError, file: str | None = None) -> bytes:
+        """The line of a row that has no answer. When the row's own words cannot be written it goes without them.
+
+        `file`: the one that it stands in, of several.
+        """
         try:
-            return self._error(row, error)
+            return self._error(row, error, file)
         except Exception:  # noqa: BLE001 - an error must always get out
             plain_id = str(row.id).encode(errors="backslashreplace").decode()
-            return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error)
+            return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error, file)
 
-    def _error(self, row: NamedRow, error: GpuinferError) -> bytes:
+    def _error(self, row: NamedRow, error: GpuinferError, file: str | None) -> bytes:
         """Its `type` is for scripts."""
         message = " ".join(error_text.safe_str(error).split())
         kind = (
             "bad_row" if isinstance(error, BadRequest) else "bad_prompt" if isinstance(error, BadPrompt) else "failed"
         )
         if row.openai is None:
-            failure = Failure(type=kind, message=message, row=row.number, line=row.line)
+            failure = Failure(type=kind, message=message, row=row.number, line=row.line, file=file)
             return self._encode(OutputLine(id=row.id, error=failure, metadata=row.metadata, digest=row.digest)) + b"\n"
-        fault = {"code": kind, "message": message, "row": row.number, "line": row.line}
+        fault: dict[str, Any] = {"code": kind, "message": message, "row": row.number, "line": row.line}
+        if file is not None:
+            fault["file"] = file
         return self._batch_line(row, status_of(error), error_body(message, kind), fault)
 
     def _batch_line(self, row: NamedRow, status: int, body: dict[str, Any], fault: dict[str, Any] | None) -> bytes:

@@ -1,4 +1,4 @@
-"""The input: its bytes as they come from a file, a pipe or flags."""
+"""The input: rows as they come from files, a pipe or flags."""
 
 from __future__ import annotations
 
@@ -9,83 +9,119 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 
-from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.serving.openai.row_splitter import HEAD_BYTES, foreign_format
+from gpuinfer.errors import GpuinferError, UsageError, WorkError
+from gpuinfer.serving.openai.row_files import COUNT_BYTES, RowFile, input_files, outside_quotes
+from gpuinfer.serving.openai.row_splitter import Piece
 
 CHUNK = 256 << 10
 LOOK_S = 0.1  # how long a silent input keeps us from seeing that the run is over
-COUNT_BYTES = 4 << 30  # a larger file's rows are not counted beforehand
 PIPED = "| gpuinfer generate --input -\nwith your other flags behind it."
 
 
 class InputSource:
-    """The input of a run. `name` is a path, or - for standard input; of what is open already, with its `descriptor`,
-    what people call it. Raises `UsageError` when it cannot be opened.
+    """The input of a run. `name` is a path, a pattern of several, or - for standard input; of what is open already,
+    with its `descriptor`, what people call it. `column` holds the prompts. Raises `UsageError` when it cannot be had.
     """
 
-    def __init__(self, name: str, descriptor: int | None = None) -> None:
+    def __init__(self, name: str, descriptor: int | None = None, column: str | None = None) -> None:
         self.name = "standard input" if name == "-" else name
-        self._path = name
-        self._own = name != "-"
         self._over = False
-        if descriptor is not None or not self._own:
-            self._descriptor = sys.stdin.fileno() if descriptor is None else descriptor
+        self._begun: list[int] = []  # how many rows came before each file that has been begun
+        self._owned: list[int] = []
+        self._files: list[tuple[RowFile, int]] = []
+        if descriptor is not None or name == "-":
+            called = f"--input {name}" if name == "-" else name
+            opened = sys.stdin.fileno() if descriptor is None else descriptor
+            self._files = [(RowFile(name, called, column, PIPED), opened)]
             return
-        check_input(name)
-        try:
-            self._descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise UsageError(
-                f"--input {name} cannot be read: {error.strerror}. Give a file that you may read."
-            ) from error
+        for file in _row_files(name, column):
+            try:
+                self._owned.append(os.open(file.name, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                self.close()
+                raise UsageError(
+                    f"{file.where} cannot be read: {error.strerror}. Give a file that you may read."
+                ) from error
+            self._files.append((file, self._owned[-1]))
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Until the input ends or `stop` is called.
+    async def blocks(self) -> AsyncIterator[list[Piece]]:
+        """The rows in blocks, until the input ends or `stop` is called.
 
-        Raises `UsageError` when it begins as something else than JSON, `WorkError` when it can be read no further.
+        Raises `UsageError` for an input of a form that is not read, `WorkError` when it can be read no further.
         """
-        looked_at = False
-        while chunk := await asyncio.to_thread(self._read):
-            if not looked_at:
-                refuse_other_format(chunk[:HEAD_BYTES], self._path, whole=False)
-                looked_at = True
-            yield chunk
+        count, self._begun = 0, []
+        for file, descriptor in self._files:
+            self._begun.append(count)
+            blocks: Iterator[list[Piece]] = await asyncio.to_thread(file.blocks, self._chunks(descriptor))
+            while not self._over and (block := await asyncio.to_thread(next, blocks, None)) is not None:
+                count += len(block)
+                yield block
 
-    def _read(self) -> bytes:
+    def file_of(self, row: int) -> str | None:
+        """The name of the file that this row, counted from 1, stands in, where there are several."""
+        if len(self._files) < 2:
+            return None
+        begun = sum(1 for before in self._begun if before < row)
+        return self._files[begun - 1][0].name
+
+    def _chunks(self, descriptor: int) -> Iterator[bytes]:
         waiting = select.poll()
-        waiting.register(self._descriptor, select.POLLIN)
+        waiting.register(descriptor, select.POLLIN)
         try:
             while not self._over:
                 if waiting.poll(LOOK_S * 1e3):
-                    return os.read(self._descriptor, CHUNK)
+                    if not (chunk := os.read(descriptor, CHUNK)):
+                        return
+                    yield chunk
         except OSError as error:
             raise WorkError(
                 f"{self.name} can be read no further: {error.strerror}. Mend that, then run again "
                 "(with --resume, if --output is a file)."
             ) from error
-        return b""
 
-    def lines(self) -> int | None:
-        """How many lines a regular file has that is not too large to count them; None for all else. Takes a while."""
-        found = os.fstat(self._descriptor)
+    @property
+    def is_countable(self) -> bool:
+        return all(file.is_countable for file, _ in self._files)
+
+    def count(self) -> int | None:
+        """How many rows regular files have, about, that are not too large to count them; None for all else. Takes a
+        while.
+        """
+        total = 0
+        for file, descriptor in self._files:
+            try:
+                found = file.count(partial(self._lines, descriptor))
+            except (GpuinferError, OSError):  # its reader reports it
+                return None
+            if found is None:
+                return None
+            total += found
+        return total
+
+    def _lines(self, descriptor: int, quotes: bool) -> int | None:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > COUNT_BYTES:
             return None
-        count, position, last = 0, 0, b"\n"
-        while not self._over and (chunk := os.pread(self._descriptor, 4 * CHUNK, position)):
-            count, position, last = count + chunk.count(b"\n"), position + len(chunk), chunk[-1:]
+        count, position, last, inside = 0, 0, b"\n", False
+        while not self._over and (chunk := os.pread(descriptor, 4 * CHUNK, position)):
+            ends = chunk.count(b"\n")
+            if quotes:
+                ends, inside = outside_quotes(chunk, inside)
+            count, position, last = count + ends, position + len(chunk), chunk[-1:]
         return None if self._over else count + (last != b"\n")
 
     def stop(self) -> None:
-        """Read no more: `chunks` ends."""
+        """Read no more: `blocks` ends."""
         self._over = True
 
     def close(self) -> None:
         self.stop()
-        if self._own:
-            os.close(self._descriptor)
+        for descriptor in self._owned:
+            os.close(descriptor)
+        self._owned.clear()
 
 
 def texts_as_rows(prompts: Sequence[str]) -> list[bytes]:
@@ -102,28 +138,16 @@ def input_of_texts(prompts: Sequence[str]) -> InputSource:
         return InputSource("--prompt", os.dup(file.fileno()))
 
 
-def check_input(name: str) -> None:
-    """Raises `UsageError` for an input that cannot be read. Opens nothing: a pipe would notice."""
+def check_input(name: str, column: str | None = None) -> None:
+    """Raises `UsageError` for an input that cannot be read. Opens no pipe: it would notice."""
     if name == "-":
         if sys.stdin is None or sys.stdin.closed:
             raise UsageError("--input -: there is no standard input. Give a file with --input.")
-    elif Path(name).is_dir():
-        raise UsageError(f"--input {name}: this is a folder. Give a file of prompts, one JSON object a line.")
-    elif not Path(name).exists():
-        raise UsageError(f"--input {name}: there is no such file. Give a file of prompts, or - for standard input.")
-    elif not os.access(name, os.R_OK):
-        raise UsageError(f"--input {name} cannot be read: permission denied. Give a file that you may read.")
-    elif Path(name).is_file():
-        try:
-            with open(name, "rb") as file:
-                head = file.read(HEAD_BYTES)
-                refuse_other_format(head, name, whole=not file.read(1))
-        except OSError as error:
-            raise UsageError(
-                f"--input {name} cannot be read: {error.strerror}. Give a file that you may read."
-            ) from error
+        return
+    for file in _row_files(name, column):
+        file.check()
 
 
-def refuse_other_format(head: bytes, name: str, whole: bool) -> None:
-    if found := foreign_format(head, name, whole):
-        raise UsageError(found.refused(f"--input {name}", PIPED))
+def _row_files(name: str, column: str | None) -> list[RowFile]:
+    found = input_files(name, f"--input {name}")
+    return [RowFile(one, f"--input {one}", column, PIPED) for one in found]

@@ -20,7 +20,7 @@ from gpuinfer.generation import Generation
 from gpuinfer.host import error_text
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.row_names import NamedRow, Namer
-from gpuinfer.serving.openai.row_splitter import Piece, RowSplitter
+from gpuinfer.serving.openai.row_splitter import Piece
 from gpuinfer.serving.prompt_requests import PromptRequester, most_samples, rows_in_flight
 from gpuinfer.workloads.generate.answer_lines import LineWriter, digest_key
 from gpuinfer.workloads.generate.input_rows import InputSource
@@ -77,8 +77,7 @@ class Pump:
         most: int | None = None,
     ) -> None:
         self.counts = RowCounts()
-        self.splitter = RowSplitter()
-        self._source, self._output = source, output
+        self.source, self._output = source, output
         self._reader, self._namer, self._writer = reader, namer, writer
         limits = infer.limits
         self.under_way = rows_in_flight(limits)
@@ -110,7 +109,7 @@ class Pump:
                 self._outlet.put(line)
                 await self._outlet.room()
         finally:
-            self._source.stop()
+            self.source.stop()
             if self._output.aside is None:  # no run can go on: better out of order than lost
                 with contextlib.suppress(WorkError):
                     self._order.let_go()
@@ -125,14 +124,10 @@ class Pump:
 
     async def _read(self) -> None:
         self._enter("read")
-        async for chunk in self._source.chunks():
-            self._enter("understand")
-            if not await self._take_all(self.splitter.feed(chunk)):
+        async for pieces in self.source.blocks():
+            if not await self._take_all(pieces):
                 break
             self._enter("read")
-        else:
-            self._enter("understand")
-            await self._take_all(self.splitter.end())
         self._enter("idle")
         self.counts.ended = True
         self._wake(len(self._idle))
@@ -205,7 +200,7 @@ class Pump:
 
     def _fail(self, job: NamedRow, error: GpuinferError) -> None:
         self.counts.fail(error)
-        self._order.add(job.place, self._writer.error(job, error))
+        self._order.add(job.place, self._writer.error(job, error, self.source.file_of(job.number)))
 
     async def _next(self) -> NamedRow | None:
         """The next row to ask; None when there are no more."""

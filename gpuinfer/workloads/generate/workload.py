@@ -53,8 +53,9 @@ class PlaceOptions(api.Options):
     """Where prompts come from, and where answers go."""
 
     prompt: list[str] = Field([], description="a text to go on with; repeatable", json_schema_extra=REPEATABLE)
-    input: str | None = Field(None, description="prompts: JSONL or a JSON array; - is standard input")
-    output: str = Field("-", description="answers, as JSONL; - is standard output")
+    input: str | None = Field(None, description="prompts: JSONL, JSON, CSV, Parquet; - is standard input")
+    prompt_column: str | None = Field(None, description="of a table: the prompts [prompt, messages or text]")
+    output: str = Field("-", description="answers: JSONL, FILE.parquet, or FOLDER/; - is standard output")
 
 
 class GenerateOptions(AnswerOptions, PlaceOptions, AdapterOptions, ModelOptions):
@@ -95,7 +96,7 @@ class Generate(Workload):
         if own.prompt and own.input is not None:
             raise UsageError("--prompt and --input each say what is asked. Give one of them.")
         if own.input is not None:
-            input_rows.check_input(own.input)
+            input_rows.check_input(own.input, own.prompt_column)
         elif not own.prompt:
             raise UsageError(
                 "generate needs prompts. Give --prompt TEXT, --input FILE, or --input - for standard input."
@@ -177,7 +178,9 @@ class Generate(Workload):
             ordered=self.ordered,
         )
         try:
-            return input_of_texts(own.prompt) if own.prompt else InputSource(own.input or "-"), target, settings
+            if own.prompt:
+                return input_of_texts(own.prompt), target, settings
+            return InputSource(own.input or "-", column=own.prompt_column), target, settings
         except BaseException:
             target.close()
             raise
@@ -201,7 +204,7 @@ class Generate(Workload):
             ordered=self.ordered,
             most=TEST_ROWS if own.test else None,
         )
-        counting = asyncio.create_task(asyncio.to_thread(source.lines))
+        counting = asyncio.create_task(asyncio.to_thread(source.count))
         yield self._progress(pump, counting)  # the run's clock starts
         running = asyncio.create_task(pump.run())
         try:
@@ -263,8 +266,8 @@ class Generate(Workload):
         counts, total = pump.counts, None
         if counts.ended:
             total = counts.read
-        elif not self.options.test and pump.splitter.by_lines and counting.done() and (lines := counting.result()):
-            total = max(lines, counts.read)
+        elif not self.options.test and pump.source.is_countable and counting.done() and (rows := counting.result()):
+            total = max(rows, counts.read)
         return progress_of(counts, total, pump.under_way)
 
     def _say_failures(self, counts: RowCounts, removed: bool = False) -> None:
