@@ -105,7 +105,7 @@ serve --quantization awq | 2 | Quantised weights are not read.
 serve --max-num-seqs 8 | 2 | '-B slots=N'
 serve --num-replicas 3 | 2 | '--replicas'
 serve m/llama | 2 | --model m/llama?
-serve --model m/llama | 2 | hf download m/llama --local-dir llama, then --model llama.
+serve --model m/llama | 2 | no such model in … To fetch it, add --download.
 GENERATE -c 99 | 2 | '--context'
 GENERATE -ngl 99 | 2 | no flag '-ngl' … '--device cuda'
 GENERATE --n_predict 9 | 2 | '--max-new-tokens'
@@ -113,8 +113,15 @@ GENERATE --max_new_tokens 9 | 2 | '--max-new-tokens'
 GENERATE -B max_num_seqs=4 | 2 | 'slots'
 GENERATE 'two words' | 2 | Did you mean --prompt
 generate here.jsonl | 2 | --input here.jsonl?
-generate --prompt a --output o.jsonl --model m/llama | 2 | hf download m/llama
-memory --model m/llama | 2 | hf download m/llama
+generate --prompt a --output o.jsonl --model m/llama | 2 | no such model in … add --download
+rollouts --env arithmetic --model m/llama | 2 | no such model in … add --download
+bench generate --model m/llama | 2 | no such model in … add --download
+verify --model m/llama@v2 | 2 | 'm/llama@v2' … add --download
+memory --model m/llama | 2 | no such model in … add --download
+generate --prompt a --model blobnet-x --download | 2 | is no name of the hub … --model OWNER/NAME
+generate --prompt a --model m/llama --download | 1 | HF_HUB_OFFLINE … Unset it
+GENERATE --revision main | 2 | OWNER/NAME@REVISION
+GENERATE --cache-dir x | 2 | HF_HOME
 selfplay --uct_c 2 | 2 | '--exploration'
 selfplay --sim 2 | 2 | '--simulations'
 selfplay connect-four | 2 | --game connect-four?
@@ -125,7 +132,7 @@ train --tensorboard runs | 2 | --track tensorboard=DIR
 doctor --max-model-len 9 | 2 | Other commands have it as '--context'.
 doctor --xyzzy | 2 | no flag '--xyzzy'. See gpuinfer doctor --help.
 run-batch x | 2 | 'gpuinfer generate'
-pull m/llama | 2 | hf download OWNER/NAME --local-dir NAME
+pull m/llama | 2 | --model OWNER/NAME … --download
 """
 ROWS = [tuple(line.split(" | ")) for line in TABLE.splitlines() if line]
 NEVER = "raise SystemExit('imported')"
@@ -154,6 +161,8 @@ def here(tmp_path_factory):
             patch.delenv(variable)
         patch.setenv(registry.DISABLED, "")
         patch.setenv("COLUMNS", "120")
+        patch.setenv("HF_HOME", str(folder / "hub"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
         patch.syspath_prepend(str(site))
         patch.chdir(folder)
         registry.search_again()

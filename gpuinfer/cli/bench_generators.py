@@ -38,6 +38,7 @@ BATCH_SIZES = (1, 8, 16, 32, 64, 128)
 NEW_TOKENS, REPEATS, MOST = 128, 3, 1 << 16
 TAKEN = (
     "model",
+    "download",
     "checkpoint",
     "meta",
     "input",
@@ -107,7 +108,7 @@ def _work(
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.generation import Sampling
     from gpuinfer.lab.bench.generators import Contest, needed
-    from gpuinfer.serving.openai.model_options import check_with_model
+    from gpuinfer.serving.openai.model_options import check_with_model, prepare_model
     from gpuinfer.text.checkpoint import open_checkpoint
 
     given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
@@ -117,6 +118,8 @@ def _work(
     chosen, meta = given.get("model") or given.get("checkpoint"), given.get("meta")
     if chosen is None:
         raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
+    if given.get("model"):
+        prepare_model(str(chosen), given.get("download", False))
     weights = None if given.get("model") else str(chosen)
     arguments: dict[str, Any] = {"meta": str(meta)} if meta else {}
     if given.get("mask_token_id") is not None:

@@ -25,6 +25,8 @@ NO_SETTINGS = ("config", "backend_options", "strategy_options")  # flags that ar
 def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
     """The settings with these flags on top. The plugins' options are not yet checked."""
     merged = settings.load(plain_flags(name, values), values.get("config"))
+    if merged.common.quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of huggingface_hub, where a model is fetched
     return replace(merged, given={**merged.given, **option_flags(values, merged.common)})
 
 

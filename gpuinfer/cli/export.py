@@ -17,7 +17,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.cli import flags
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.config import blame, registry
-from gpuinfer.config.foreign_names import hub_hint
+from gpuinfer.config.foreign_names import HUB_NAME
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import no_folder
 from gpuinfer.serving.openai.model_options import TEXT_MODELS
@@ -99,7 +99,7 @@ def execute(values: Mapping[str, Any]) -> int:
     name = options.model
     if name in NO_NETWORK:
         raise UsageError(f"'{name}' is no network: there is nothing to export. Give --model blobnet.")
-    if name in TEXT_MODELS or Path(name).exists() or hub_hint(name):
+    if name in TEXT_MODELS or Path(name).exists() or HUB_NAME.fullmatch(name):
         raise UsageError(
             f"'{name}' is a model of text, and export writes networks of rows. Serve it (gpuinfer serve --model "
             f"{name}), or have ONNX made of it by Hugging Face's optimum (optimum-cli export onnx)."

@@ -11,12 +11,15 @@ from collections.abc import Collection
 from gpuinfer.errors import nearest
 
 ALIKE = 0.7  # how near a flag must be spelled: less suggests flags that have nothing to do with it
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<file>[\w.-]+\.gguf))?"
+    r"(?:@(?P<revision>[\w.+-]+(?:/[\w.+-]+)*))?"
+)
+"""OWNER/NAME of the Hugging Face hub, where wanted with a file of it, and with a branch, a tag or a commit."""
 
 QUANTISED = "Quantised weights are not read. Give the original ones; --dtype bfloat16 halves what they take."
-NOTHING_FETCHED = (
-    "Nothing is downloaded. Fetch the folder (hf download OWNER/NAME --local-dir NAME), and give it as --model."
-)
+FETCHED = "Name the model of the hub, --model OWNER/NAME or OWNER/NAME@REVISION; --download fetches it."
+CACHED = "Models of the hub lie in its cache: set HF_HOME, or HF_HUB_CACHE. --download fetches them."
 ALWAYS = "That is always so here. Leave it out."
 CURVES = "Runs have them: --track tensorboard=DIR of train, loop, rollouts, selfplay and generate."
 EXPORTED = (
@@ -45,7 +48,8 @@ OURS: dict[tuple[str, ...], str] = {
     ("--adapter NAME=DIR",): "lora-modules enable-lora lora",
     ("-B max_adapters=N",): "max-loras",
     (DECIDES,): "tokenizer chat-template",
-    (NOTHING_FETCHED,): "download-dir revision hf hf-repo",
+    (FETCHED,): "revision hf hf-repo",
+    (CACHED,): "download-dir cache-dir",
     (NO_DRAFTS,): "speculative-config speculative-model draft-model",
     ("--quiet",): "disable-log-requests silent",
     ("--max-new-tokens",): "max-tokens predict n-predict",
@@ -139,8 +143,8 @@ COMMANDS = {
     "install": "plugins install",
     "uninstall": "plugins uninstall",
     "version": "--version",
-    "pull": NOTHING_FETCHED,
-    "download": NOTHING_FETCHED,
+    "pull": FETCHED,
+    "download": FETCHED,
     "quantize": QUANTISED,
 }
 
@@ -183,14 +187,6 @@ def command_hint(word: str) -> str:
     """The hint for a command of another program; "" where there is none."""
     found = COMMANDS.get(word.replace("_", "-"), "")
     return found if not found or found.endswith(".") else f"Did you mean 'gpuinfer {found}'?"
-
-
-def hub_hint(name: str) -> str:
-    """How a model is brought whose name is one of a hub; "" for any other name."""
-    if not HUB_NAME.fullmatch(name):
-        return ""
-    folder = name.partition("/")[2]
-    return f"To bring it from Hugging Face: hf download {name} --local-dir {folder}, then --model {folder}."
 
 
 def _meant(ours: str) -> str:

@@ -5,6 +5,7 @@ A supervisor writes one file for all its replicas, which read it with `serve --s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from msgspec import Struct
 
 from gpuinfer.api import Backend, ModelSpec, Setup, Strategy
 from gpuinfer.config import blame, registry
+from gpuinfer.config.foreign_names import HUB_NAME
 from gpuinfer.errors import UsageError, naming
 from gpuinfer.generation import Unmasking
 from gpuinfer.host.files import write_whole
@@ -46,13 +48,17 @@ class ServerSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def name(self) -> str:
-        """By which clients name the model: of a path only its last part."""
+        """By which clients name the model: of a path only its last part, of a hub's name without the revision."""
         if self.served_model_name:
             return self.served_model_name
         model = self.setup.model
         if model is None:
             return "none"
-        return Path(model.weights or model.name).resolve().name if model.kind == "text" else model.name
+        if model.kind != "text":
+            return model.name
+        name = model.weights or model.name
+        hub = None if os.path.exists(os.path.expanduser(name)) else HUB_NAME.fullmatch(name)
+        return Path(hub["file"] or hub["repository"]).name if hub else Path(name).resolve().name
 
     @property
     def names(self) -> tuple[str, ...]:

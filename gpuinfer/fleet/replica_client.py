@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.api import Priority, Request, Result
+from gpuinfer.config.model_names import meant_names
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -134,7 +135,9 @@ class ReplicaClient:
                 "Start one with `gpuinfer serve`."
             ) from None
         if len(all_of_them) > 1:
-            chosen = next((one for one in all_of_them if one.id == name), None)
+            known = [one.id for one in all_of_them]
+            meant = [] if name is None else meant_names(name, known)
+            chosen = all_of_them[known.index(meant[0])] if len(meant) == 1 else None
             if chosen is None:
                 names = ", ".join(one.id for one in all_of_them)
                 raise UsageError(f"{self._endpoint.url} serves {names}. Say which is this run's model: -B model=NAME.")

@@ -17,8 +17,8 @@ from gpuinfer.errors import GpuinferError, RequestError, UsageError, nearest
 
 VERBOSE = re.compile(r"Run it (?:again )?with -vv to see where(?: it comes from)?")
 PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)(?:=(\S*[^\s.,;:)]))?")
-FLAG = re.compile(r"(?<![\w-])--(?!local-dir\b)([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
-SWITCHES = frozenset({"deterministic", "oversubscribe", "resume"})  # flags without a value
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
+SWITCHES = frozenset({"deterministic", "download", "oversubscribe", "resume"})  # flags without a value
 PLAIN_WORDS = frozenset(
     {"with", "is", "names", "and", "or", "for", "to", "out", "a", "of", "in", "on", "says", "has", "needs"}
 )

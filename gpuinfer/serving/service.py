@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 
 from gpuinfer.api import ModelSpec
+from gpuinfer.config.model_names import listed_names, meant_names, name_at_hub
 from gpuinfer.errors import BackendDied, unwrap
 from gpuinfer.generation import Generation, Sampling, Unmasking
 from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler
@@ -99,15 +100,30 @@ class ModelService:
         return told
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request means by the model it names (`policy`, or `MODEL:policy`); None: the model itself,
-        which one that names none means too. Raises `NoSuchModel`.
+        """The adapter that a request means by the model it names (`policy`, or `MODEL:policy`, as `meant_names` reads
+        it); None: the model itself, which one that names none means too.
+
+        Raises `NoSuchModel`, and `BadRequest` where it means several.
         """
         if name is None or name == self.name:
             return None
-        for adapter in (name, name.removeprefix(f"{self.name}:")):
-            if adapter in self.session.adapters:
-                return adapter
-        raise NoSuchModel(f"there is no model of that name here. This server has '{self.name}' (GET /v1/models).")
+        if name in self.session.adapters:
+            return name
+        adapters = self.adapters_by_name()
+        found = meant_names(name, adapters)
+        if len(meant := {adapters[one] for one in found}) > 1:
+            raise BadRequest(f"several models are called so. Write {listed_names(found)}.", "model")
+        if not meant:
+            raise unknown_model([self])
+        return meant.pop()
+
+    def adapters_by_name(self) -> dict[str, str | None]:
+        """The adapter, or None for the model itself, by every name under which clients may ask."""
+        names: dict[str, str | None] = dict.fromkeys(name_at_hub(self.spec.name)) if self.health.kind == "text" else {}
+        names[self.name] = None
+        for adapter in self.session.adapters:
+            names |= {f"{self.name}:{adapter}": adapter, adapter: adapter}
+        return names
 
     def handler(self, work: Work) -> Handler:
         """`work` as a handler: counted, refused unless the server is ready, its errors answered."""
@@ -176,6 +192,13 @@ class ModelService:
     async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:
         """`decode(body)`; beside the event loop when it is large."""
         return decode(body) if len(body) <= LARGE else await asyncio.to_thread(decode, body)
+
+
+def unknown_model(services: Sequence[ModelService]) -> NoSuchModel:
+    """The error for a name that none of these has, which lists theirs."""
+    names = [one.name for one in services] + [name for one in services for name in one.session.adapters]
+    served = listed_names(list(dict.fromkeys(names)))
+    return NoSuchModel(f"there is no model of that name here. This server has {served} (GET /v1/models).")
 
 
 def tokens_of(answers: Generation) -> tuple[int, int]:
@@ -268,7 +291,8 @@ class ServedModels:
         if name is None:
             fitting = [one for one in self.services if one.health.kind in kinds]
             if len(fitting) > 1:
-                raise BadRequest(f"which model? Name one of {self._listed(fitting)} as `model`.", "model")
+                names = listed_names([one.name for one in fitting])
+                raise BadRequest(f"which model? Name one of {names} as `model`.", "model")
             return (fitting or self.services)[0]
         for one in self.services:
             if name == one.name:
@@ -277,15 +301,21 @@ class ServedModels:
         if len(owners) > 1:
             words = " or ".join(f"'{one.name}:{name}'" for one in owners)
             raise BadRequest(f"several models have an adapter of that name. Write {words}.", "model")
-        own = [one for one in self.services if name.removeprefix(f"{one.name}:") in one.session.adapters]
-        if not owners and not own:
-            known = self._listed(self.services)
-            raise NoSuchModel(f"there is no model of that name here. This server has {known} (GET /v1/models).")
-        return (owners or own)[0]
-
-    @staticmethod
-    def _listed(services: Sequence[ModelService]) -> str:
-        return ", ".join(f"'{one.name}'" for one in services)
+        if owners:
+            return owners[0]
+        by_name: dict[str, list[ModelService]] = {}
+        for one in self.services:
+            for known in one.adapters_by_name():
+                by_name.setdefault(known, []).append(one)
+        found = meant_names(name, by_name)
+        meant = list({id(one): one for known in found for one in by_name[known]}.values())
+        if not meant:
+            raise unknown_model(self.services)
+        if len(meant) > 1:
+            raise BadRequest(
+                f"several models may be called so. Write {listed_names([one.name for one in meant])}.", "model"
+            )
+        return meant[0]
 
     def choosing(self, handlers: Mapping[str, Handler], kinds: Sequence[str]) -> Handler:
         """A handler that calls the one of the model that the request names; `handlers` are by the models' names."""

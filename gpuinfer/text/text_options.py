@@ -12,7 +12,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from gpuinfer import api
-from gpuinfer.config.foreign_names import hub_hint
 from gpuinfer.errors import UsageError
 from gpuinfer.models.model_options import (
     PARALLEL,
@@ -27,6 +26,7 @@ from gpuinfer.models.model_options import (
     complaint_of,
 )
 from gpuinfer.models.processor import COMPUTE, Compute
+from gpuinfer.text.hub_cache import absence_of, cached_model, hub_model_of
 from gpuinfer.text.packaged_models import PACKAGED, packaged_files
 
 MAX_ADAPTERS, MOST_ADAPTERS = 8, 1024
@@ -119,13 +119,17 @@ MOST_SIMILAR = 3
 
 
 def path_kind(name: str) -> tuple[Path, str]:
-    """The path that a name makes, and "folder", "file" or "nothing"."""
+    """The path that a model's name makes, and "folder", "file" or "nothing". A folder or a file of that name goes
+    before a model of the hub, whose path is that in the local cache.
+    """
     path = Path(name)
     try:
         path = path.expanduser()
         kind = "folder" if name and path.is_dir() else "file" if path.is_file() else "nothing"
     except (OSError, RuntimeError, ValueError):  # no such user, or no name that a file can have
         kind = "nothing"
+    if kind == "nothing" and (cached := cached_model(name)) is not None:
+        return cached, "folder" if cached.is_dir() else "file"
     return path, kind
 
 
@@ -142,11 +146,11 @@ def no_such_model(name: str, path: Path, built_in: Iterable[str]) -> UsageError:
     """No such folder: those beside it that are called alike, and the built-in models."""
     found = similar_names(path, built_in)
     hint = f" Did you mean {' or '.join(found)}?" if found else ""
-    if not found and (hub := hub_hint(name)):
-        return UsageError(f"there is no model folder '{name}', and nothing is downloaded.\n{hub}")
+    if not found and (hub := hub_model_of(name)) is not None:
+        return absence_of(hub)
     return UsageError(
         f"there is no model folder '{name}', and nothing is downloaded.{hint} "
-        f"Give a Hugging Face folder, or one of: {', '.join(sorted(built_in))}."
+        f"Give a Hugging Face folder, OWNER/NAME of the hub, or one of: {', '.join(sorted(built_in))}."
     )
 
 

@@ -277,7 +277,7 @@ def test_what_cannot_be_asked_is_refused(llm, ask, said):
 
 BAD_MODELS = [
     pytest.param({"model": "folder"}, "there is no model folder 'folder'", id="no folder"),
-    pytest.param({"model": "owner/name"}, "hf download owner/name --local-dir name", id="a name of a hub"),
+    pytest.param({"model": "owner/name"}, "To fetch it, add download=True.", id="a name of a hub"),
     pytest.param({}, "LLM needs a model", id="no model"),
     pytest.param({"model": object()}, "this is a object", id="an object"),
     pytest.param({"model": "tiny", "backend": "vlm"}, "Did you mean 'vllm'", id="no backend"),

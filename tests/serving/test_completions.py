@@ -290,7 +290,19 @@ def test_what_cannot_be_had_is_refused_with_what_there_is_instead(tiny, path, bo
 
 @pytest.mark.parametrize(
     "name",
-    ["../../../etc/passwd", "/etc/passwd", "tiny/../tiny", "./tiny", "file:///etc/passwd", "tiny\x00", "TINY", ""],
+    [
+        "../../../etc/passwd",
+        "/etc/passwd",
+        "tiny/../tiny",
+        "./tiny",
+        "file:///etc/passwd",
+        "tiny\x00",
+        "/tiny",
+        "a/b/tiny",
+        "acme/tiny@v1",
+        "tin",
+        "",
+    ],
 )
 def test_a_model_is_named_and_never_a_path(tiny, name):
     answer = tiny.ask(*ask(model=name))

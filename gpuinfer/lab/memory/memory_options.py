@@ -11,10 +11,11 @@ from pydantic import BeforeValidator, Field
 from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.config import registry
-from gpuinfer.config.foreign_names import hub_hint
 from gpuinfer.errors import UsageError, nearest
-from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, text_spec
+from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, prepare_model, text_spec
 from gpuinfer.serving.openai.schema import MOST_TOKENS
+from gpuinfer.text.hub_cache import absence_of, hub_model_of
+from gpuinfer.text.text_options import path_kind
 from gpuinfer.units import size
 
 NETWORKS = ("blobnet", "blobnet-small")
@@ -32,9 +33,11 @@ class MemoryOptions(api.Options):
 
     model: str | None = Field(
         None,
-        description="blobnet, blobnet-small, module:factory, or a folder with a checkpoint",
+        description="blobnet, blobnet-small, module:factory, a folder with a checkpoint, or OWNER/NAME of the Hugging "
+        "Face cache",
         json_schema_extra={"names": ["blobnet", "blobnet-small", *TEXT_MODELS]},
     )
+    download: bool = Field(False, description="fetch a model of the Hugging Face hub that its cache has not")
     weights: Path | None = Field(None, description="of a network of rows: safetensors, or a torch file")
     game: str | None = Field(None, description="a network of rows has this game's sizes [blob; of a factory none]")
     players: int | None = Field(None, description="at its table")
@@ -78,9 +81,13 @@ def memory_model(options: MemoryOptions, setup: Setup) -> ModelSpec:
         raise UsageError(
             f"--{unheard[0]} belongs to a network of rows, and '{called}' is a model of text. Leave it out."
         )
-    if name is not None and name not in TEXT_MODELS and not Path(name).exists():
+    if name is not None:
+        prepare_model(name, options.download)
+    if name is not None and name not in TEXT_MODELS and path_kind(name)[1] == "nothing":
+        if (hub := hub_model_of(name)) is not None:
+            raise absence_of(hub)
         near = nearest(name, [*NETWORKS, *TEXT_MODELS])
-        meant = f" Did you mean '{near}'?" if near else f" {hub}" if (hub := hub_hint(name)) else ""
+        meant = f" Did you mean '{near}'?" if near else ""
         raise UsageError(
             f"no model named '{name}', and no such folder.{meant} Choices: {', '.join((*NETWORKS, *TEXT_MODELS))}, "
             "module:factory, or a folder with a checkpoint."

@@ -17,7 +17,7 @@ from pydantic import Field
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, check_with_model, text_spec
+from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, check_with_model, prepare_model, text_spec
 from gpuinfer.serving.openai.prompt_rows import prompts_of
 from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, unmasking_of
 from gpuinfer.serving.openai.schema import MOST_TOKENS
@@ -111,9 +111,10 @@ class VerifyOptions(UnmaskingOptions):
 
     model: str | None = Field(
         None,
-        description="a folder with a checkpoint, or tiny, which is built in",
+        description="a folder with a checkpoint, OWNER/NAME of the Hugging Face cache, or tiny, which is built in",
         json_schema_extra={"names": [*TEXT_MODELS]},
     )
+    download: bool = Field(False, description="fetch a model of the Hugging Face hub that its cache has not")
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
@@ -200,6 +201,8 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
     if sum(one is not None for one in (options.model, options.checkpoint, options.dcp_path)) != 1:
         raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
     check_parts(options)
+    if options.model is not None:
+        prepare_model(options.model, options.download)
     if options.prompts is not None and not options.prompts.is_file():
         raise UsageError(f"--prompts: there is no file '{options.prompts}'. Give one that exists.")
     if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,6 +22,7 @@ from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import MOST_LOGPROBS, Constraint, Prompt, Rendering, Sampling
 from gpuinfer.serving.openai import schema
 from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS, UnmaskingOptions
+from gpuinfer.text import hub_cache
 from gpuinfer.text.packaged_models import PACKAGED
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
@@ -104,10 +106,11 @@ class ModelOptions(api.Options):
 
     model: str | None = Field(
         None,
-        description="a folder with a checkpoint, a GGUF file, smollm2 or gemma3 of the extra models, or tiny, "
-        "tiny-llada or null, which are built in",
+        description="a folder with a checkpoint, a GGUF file, OWNER/NAME of the Hugging Face cache, smollm2 or gemma3 "
+        "of the extra models, or tiny, tiny-llada or null, which are built in",
         json_schema_extra={"names": [*TEXT_MODELS]},
     )
+    download: bool = Field(False, description="fetch a model of the Hugging Face hub that its cache has not")
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
@@ -204,6 +207,38 @@ def check_model(own: ModelOptions, command: str) -> None:
     if own.model is not None and not Path(own.model).exists():  # a folder's name may be any bytes
         check_text("--model", own.model)
     check_parts(own)
+    if own.model is not None:
+        prepare_model(own.model, own.download, own.trust_remote_code)
+
+
+def prepare_model(name: str, download: bool, code: bool = False) -> None:
+    """Before a model of text is opened by its name: fetch it where that is wanted and the cache has it not, and say so
+    where a folder is taken and the hub's model of that name is not.
+
+    Raises `UsageError` and `WorkError` as `hub_download.download_model` does.
+    """
+    if name in TEXT_MODELS:
+        return
+    if _is_path(name):
+        if hub_cache.hub_model_of(name) is not None and (download or hub_cache.cached_model(name) is not None):
+            _say_folder_taken(name)
+    elif download:
+        from gpuinfer.text.hub_download import download_model
+
+        download_model(name, code)
+
+
+def _is_path(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # as `path_kind` has it
+        return False
+
+
+@cache
+def _say_folder_taken(name: str) -> None:
+    """Once in a process, and in no child of it."""
+    log.warning("'%s' is a folder here, and is taken; the hub's model of that name is not.", name)
 
 
 def check_text(flag: str, value: Any) -> None:

@@ -34,6 +34,7 @@ from gpuinfer.serving.openai.model_options import (
     check_model,
     check_with_model,
     model_fingerprint,
+    prepare_model,
     rendering_of,
     sampling_of,
     text_model,
@@ -97,6 +98,7 @@ class Rollouts(Workload):
         self.cast = Roles.of(own.opponent, own.role_temperature, own.adapter)
         for model in (own.ref_model, *(one.model for one in self.cast.opponents.values())):
             if model is not None:  # before the run's own is loaded
+                prepare_model(model, own.download, own.trust_remote_code)
                 text_options.refuse_absent(model, TEXT_MODELS)
         check_training(own)
         self.consumer: Consumer | None = None  # a trainer in this process
