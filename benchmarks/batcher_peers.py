@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -94,7 +95,8 @@ def by_litserve(clients: int, count: int) -> float:
 
         return asyncio.run(main())
     finally:
-        os.killpg(server.pid, signal.SIGKILL)  # it leaves its worker processes behind otherwise
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # it leaves its worker processes behind otherwise
         server.wait()
 
 
