@@ -39,6 +39,7 @@ from gpuinfer.library.choices import (
     reworded,
     seconds_of,
     setup_from,
+    strategy_name,
     strategy_of,
 )
 from gpuinfer.library.measured import SessionClock, SessionFigures
@@ -197,9 +198,7 @@ class Batcher(SessionFigures):
             dtype = dtype or self._source.half_dtype
         self._setup = setup_from(devices=devices, dtype=dtype, seed=seed, deterministic=deterministic, share=share)
         self._layout = None if example is None else layout_of_row(example, ragged)
-        self._clock = SessionClock(
-            "batcher", backend, type(self._strategy).__name__.lower().removeprefix("by"), self._setup
-        )
+        self._clock = SessionClock("batcher", backend, strategy_name(self._strategy), self._setup)
         self._process = os.getpid()
         self._closed = False
         self._shared = SharedDevice()

@@ -62,6 +62,11 @@ def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def strategy_name(strategy: Strategy) -> str:
+    """As which it is installed: "priority" for `ByPriority`."""
+    return type(strategy).__name__.lower().removeprefix("by")
+
+
 def strategy_of(
     given: Strategy | str | Callable[[], Strategy], options: Mapping[str, Any] | None = None, setup: Setup | None = None
 ) -> Strategy:

@@ -16,7 +16,7 @@ from typing import Any, Self
 from gpuinfer.api import Backend, ModelSpec, Strategy
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import Closed, UsageError
-from gpuinfer.library.choices import backend_of, in_python_words, seconds_of, setup_from, strategy_of
+from gpuinfer.library.choices import backend_of, in_python_words, seconds_of, setup_from, strategy_name, strategy_of
 from gpuinfer.library.measured import SessionClock, SessionFigures
 from gpuinfer.models.row_layout import layout_of_row, named_spec
 from gpuinfer.serving.replica import ListenOptions, ReplicaServer
@@ -143,7 +143,7 @@ class ModelServer(SessionFigures):
     def __init__(self, described: ServerSetup, backend: Backend, strategy: Strategy, place: ListenOptions) -> None:
         """Returns once it serves. Raises what the model raises, and `UsageError` for an address that cannot be had."""
         self._described, self._backend, self._strategy, self._place = described, backend, strategy, place
-        named = type(strategy).__name__.lower().removeprefix("by")
+        named = strategy_name(strategy)
         options = {
             "backends": {described.backend: backend.options.model_dump(mode="json")},
             "strategies": {named: strategy.options.model_dump(mode="json")},

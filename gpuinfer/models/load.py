@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,20 +152,7 @@ def from_factory(spec: ModelSpec) -> nn.Module:
     arguments = accepted(factory, {**spec.arguments, **sizes_of_rows(spec)}, spec.name)
     if spec.strict:
         refuse_untaken(spec, arguments, [parameter.name for parameter in parameters_of(factory) or ()])
-    try:
-        module = factory(**arguments)
-    except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UsageError(
-            f"{title(spec.name)}: the factory raised {error_text.full_message(error)}. It was called with ({given}). "
-            "Mend it, or call it by hand with these arguments to see where it fails."
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise UsageError(
-            f"{title(spec.name)}: the factory returned {type(module).__name__}, not a torch.nn.Module. "
-            "Let it return the module itself."
-        )
-    return module
+    return module_of(factory, arguments, title(spec.name), "Mend it, or call it by hand to see where it fails.")
 
 
 def make_seeded(kind: Callable[..., nn.Module], offered: dict[str, Any], seed: int) -> nn.Module:
@@ -173,18 +160,24 @@ def make_seeded(kind: Callable[..., nn.Module], offered: dict[str, Any], seed: i
     as it does for what `module:factory` names.
     """
     arguments = accepted(kind, offered, kind.__name__)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return module_of(kind, arguments, f"model {kind.__name__}", "Make the model yourself, and pass the object.")
+
+
+def module_of(make: Callable[..., nn.Module], arguments: Mapping[str, Any], title: str, cure: str) -> nn.Module:
+    """The module that a class or factory makes. Raises `UsageError` where it raises, or makes another thing."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = kind(**arguments)
+        module = make(**arguments)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UsageError(
-            f"model {kind.__name__}({given}) raised {error_text.full_message(error)}. Make the model yourself, and "
-            "pass the object."
-        ) from error
+        raised = error_text.full_message(error)
+        raise UsageError(f"{title}: the factory raised {raised}. It was called with ({given}). {cure}") from error
     if not isinstance(module, nn.Module):
-        raise UsageError(f"model {kind.__name__} made a {type(module).__name__}, not a torch.nn.Module.")
+        raise UsageError(
+            f"{title}: the factory returned {type(module).__name__}, not a torch.nn.Module. Let it return the module "
+            "itself."
+        )
     return module
 
 
