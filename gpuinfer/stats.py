@@ -553,6 +553,39 @@ def t_quantile(freedom: int) -> float:
     )
 
 
+SPECULATION_COUNTS = ("proposed", "accepted", "decode_rows", "decode_tokens", "spared_s", "seconds")
+"""Of a backend's `steps`, what is needed for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounters:
+    """Totals over steps in which tokens were proposed to come next, or might have been."""
+
+    proposed: float  # tokens
+    accepted: float  # of these, those that were drawn
+    rows: float  # summed over the steps without prompts
+    tokens: float  # drawn in those
+    spared_s: float  # how much longer steps without proposals would have taken, as far as is known
+    seconds: float  # in steps
+
+    @classmethod
+    def of(cls, steps: Mapping[str, float] | None) -> SpeculationCounters | None:
+        """From the `steps` that a backend with slots tells; None where nothing was proposed."""
+        if not steps or not steps.get("proposed"):
+            return None
+        return cls(*(float(steps.get(name, 0)) for name in SPECULATION_COUNTS))
+
+    def plain(self) -> dict[str, float]:
+        """As reports and `/stats` have it."""
+        return {
+            "proposed_tokens": self.proposed,
+            "accepted_tokens": self.accepted,
+            "acceptance": self.accepted / self.proposed if self.proposed else 0.0,
+            "tokens_per_step": self.tokens / self.rows if self.rows else 0.0,
+            "gain": max(0.0, 1 + self.spared_s / self.seconds) if self.seconds else 1.0,
+        }
+
+
 DIFFUSION_COUNTS = ("rows", "tokens", "output_tokens", "positions", "committed", "idle")
 """Of a backend's `steps`, what is needed for it."""
 

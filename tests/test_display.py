@@ -231,6 +231,9 @@ REPORT: Mapping[str, Any] = {
     "settings": {"selfplay": {"out": "games[1]"}},
 }
 SHORT_OF_PAGES = {"waited_rows": 58, "preempted_rows": 49, "recomputed_tokens": 1024}
+SPECULATION = {
+    "proposed_tokens": 1300.0, "accepted_tokens": 806.0, "acceptance": 0.62, "tokens_per_step": 2.61, "gain": 2.2
+}  # fmt: skip
 GAIN = {"low": 1.3, "high": 1.7, "expected": 1.5}
 
 
@@ -241,6 +244,7 @@ GAIN = {"low": 1.3, "high": 1.7, "expected": 1.5}
         ({}, "full 75%, free 25%|mean 12 ms|forward 70%, search 30%|94% of 48.0 k rows/s at 512 rows|2 failed|851 MB"),
         ({}, "device-saturated: forward is busy 98%|gpuinfer selfplay --dtype bfloat16|games[1]"),
         ({"pages": SHORT_OF_PAGES}, "ran short: 58 rows waited for some, 49"),
+        ({"speculation": SPECULATION}, "62% of 1,300 proposed|2.61 tokens of a row in a step|2.20 times as fast"),
         ({"bottleneck": {**ADVICE, "gain": GAIN}}, "Predicted, not tried: 1.5 times as fast (1.3 to 1.7)."),
         ({"bottleneck": {**ADVICE, "gain": {"low": 1.0, "high": 2.0, "expected": None}}},
          "Predicted, not tried: at most 2.0 times as fast."),

@@ -135,7 +135,9 @@ def checked_options(backend: str, options: Mapping[str, Any], own: Collection[st
         )
 
 
-OF_TEXT = frozenset({"adapters", "context", "max_adapters", "pages", "slots", "step_tokens"})
+OF_TEXT = frozenset(
+    {"adapters", "context", "max_adapters", "pages", "slots", "speculate", "speculate_tokens", "step_tokens"}
+)
 """Options of backends that say nothing of rows."""
 
 

@@ -94,6 +94,16 @@ class UnmaskingSection(TypedDict):
     computed_share: Annotated[Share, about("of the positions")]
 
 
+class SpeculationSection(TypedDict):
+    proposed_tokens: Annotated[Amount, about("tokens that were proposed to come next, and computed at once")]
+    accepted_tokens: Annotated[Amount, about("of these, those that were drawn")]
+    acceptance: Annotated[Share, about("of the proposed tokens, those that were drawn")]
+    tokens_per_step: Annotated[Amount, about("that a row drew in a step without prompts")]
+    gain: Annotated[
+        Amount, about("how many times as long all steps would have taken without, by the times of the run's steps")
+    ]
+
+
 class PagesSection(TypedDict):
     waited_rows: Annotated[Amount, about("rows that there were no pages for when it was their turn")]
     preempted_rows: Annotated[
@@ -496,6 +506,12 @@ class ReportDocument(TypedDict):
     batches: BatchesSection
     unmasking: NotRequired[
         Annotated[UnmaskingSection | None, about("what came of the forwards of a diffusion model; null of others")]
+    ]
+    speculation: NotRequired[
+        Annotated[
+            SpeculationSection | None,
+            about("of text: what came of tokens that were proposed (-B speculate); null where none was"),
+        ]
     ]
     pages: NotRequired[
         Annotated[

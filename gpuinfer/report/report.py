@@ -33,13 +33,14 @@ from gpuinfer.report.document import (
     PagesSection,
     PriorityClass,
     ReportDocument,
+    SpeculationSection,
     SpreadSection,
     StationTotals,
     UnmaskingSection,
 )
 from gpuinfer.report.evidence import Evidence, is_forward, size_classes
 from gpuinfer.report.verdict import judge
-from gpuinfer.stats import ERRORS, DiffusionCounters, Snapshot, mean_size, percentile, summarise
+from gpuinfer.stats import ERRORS, DiffusionCounters, Snapshot, SpeculationCounters, mean_size, percentile, summarise
 
 SCHEMA: Final = "gpuinfer.report/1"
 LOST = ("failed", "rejected", "expired")  # of stats.ERRORS: those who asked wanted an answer, and have none
@@ -94,6 +95,7 @@ def build(run: Run) -> dict[str, Any]:
         "throughput": rates_section(run),
         "batches": batches_section(snapshot),
         "unmasking": unmasking(snapshot),
+        "speculation": speculation(snapshot),
         "pages": cast(PagesSection, {name: steps.get(name, 0) for name in SHORTAGES})
         if "preempted_rows" in steps
         else None,
@@ -231,6 +233,12 @@ def unmasking(snapshot: Snapshot) -> UnmaskingSection | None:
     """The report's `unmasking`: tokens a forward and computed positions of a diffusion model; None of others."""
     found = DiffusionCounters.of(snapshot.device.get("steps"))
     return cast(UnmaskingSection, found.plain()) if found else None
+
+
+def speculation(snapshot: Snapshot) -> SpeculationSection | None:
+    """The report's `speculation`: what came of proposed tokens; None where none was proposed."""
+    found = SpeculationCounters.of(snapshot.device.get("steps"))
+    return cast(SpeculationSection, found.plain()) if found else None
 
 
 def slots_of_a_lane(snapshot: Snapshot) -> float:

@@ -133,6 +133,7 @@ def counter_stats(snapshot: Snapshot, seconds: float, recent: Snapshot, wall_s: 
         "between_tokens_s": summarise(snapshot.between_tokens),
         "tokens": counted_tokens(snapshot),
         "unmasking": report.unmasking(snapshot),
+        "speculation": report.speculation(snapshot),
         "models": report_sections.model_lines(snapshot, wall_s),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "notices": list(snapshot.notices),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -81,6 +81,17 @@ ContextOption = Annotated[
 StepTokensOption = Annotated[
     Annotated[int, Field(ge=1)] | None, Field(description="of text: most tokens that go through at once")
 ]
+SPECULATE_TOKENS = 15  # with the last one of the row they are 16: a step of so many is hardly slower than one of 9
+Speculate = Annotated[
+    Literal["off", "lookup"],
+    Field(
+        description="of text: propose tokens that are likely to come next, and compute several in one step; "
+        "lookup: those that came after the same tokens before. No answer changes"
+    ),
+]
+SpeculateTokens = Annotated[
+    int, Field(ge=1, le=31, description="of text: most tokens proposed for a row in a step of `speculate`")
+]
 
 
 class TorchModelOptions(api.Options):
@@ -91,6 +102,8 @@ class TorchModelOptions(api.Options):
     pages: PagesOption = None
     context: ContextOption = None
     step_tokens: StepTokensOption = None
+    speculate: Speculate = "off"
+    speculate_tokens: SpeculateTokens = SPECULATE_TOKENS
     adapters: AdapterFolders = Field(default=None, description=ADAPTERS_HELP)
     max_adapters: int = Field(default=MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
     threads: int | None = Field(

@@ -227,7 +227,8 @@ class Vectors:
 @dataclass(frozen=True, slots=True)
 class Step:
     """What to compute next. Segment i brings `lengths[i]` tokens of one row, at positions `starts[i]` onwards; the
-    positions before are in the cache. No row comes twice. Arrays are int32 and contiguous.
+    positions before are in the cache. No row comes twice. Arrays are int32 and contiguous. A segment may begin before
+    where its row's last one ended: what that one brought from there on is forgotten.
 
     Position p of segment i lies in page `pages[i, p // PAGE]`, at `p % PAGE`. Entries behind the last position that a
     segment brings or sees are not looked at. Segments may have their first pages in common: if two of them have the

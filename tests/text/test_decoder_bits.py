@@ -142,3 +142,18 @@ def test_few_logits_are_those_of_all_and_canvases_those_that_they_are_alone(name
         assert torch.equal(found, every[wanted])
         assert torch.equal(few.forward(on), after)
         assert torch.equal(few.forward(seeing((3, 0, *runs[2][2:]))), every[41:])
+
+
+@each_bitwise
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_goes_on_in_the_midst_of_what_was_proposed(name, shape):
+    """As if that had never been there, in the same page and in the next."""
+    expected, spoilt = alone(name, SHAPES[shape], tokens=TOKENS[:70]), OTHER[:9]
+    with decoder_of(name, SHAPES[shape]) as one:
+        found = [one.forward(step_of((1, 0, TOKENS[:18]), (2, 0, OTHER[:5]))).clone()[:18]]
+        for at, right in ((18, 3), (22, 0), (23, 7), (31, 0), (32, 1), (34, 9)):
+            proposed = [*TOKENS[at : at + right + 1], *spoilt]
+            some = one.forward(step_of((0, 0, OTHER[:2]), (1, at, proposed)))
+            found.append(some[2 : 3 + right].clone())
+        found.append(one.forward(step_of((1, 44, TOKENS[44:70]))))
+    assert torch.equal(torch.cat(found), expected)

@@ -9,6 +9,7 @@ from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text.company import arrivals, check_company
+from text.guessing import FreeTokens, guessing
 from text.pages_held import all_free, check_pages
 from text.toy import LETTERS, alone, toy_generator
 
@@ -48,12 +49,16 @@ mixes = {
     "most_parts_s": st.sampled_from([math.inf, 2000.0, 1e-9]),
     "pages": st.sampled_from([None, None, 3, 4, 6]),  # 3 hold the longest row
     "ahead": st.booleans(),
+    "right": st.sampled_from([None, None, 0.5, 0.9, 1.0]),  # of proposed tokens; None: none is proposed
+    "most": st.sampled_from([1, 3, 15, 31]),
 }
 
 
-def check(coming, **more):
+def check(coming, right, most, **more):
     generator = toy_generator(**more)
     length = generator.decoder.length
+    if right is not None:
+        generator.speculate(guessing(length, right), most, FreeTokens())
     check_company(generator, coming, lambda one: alone(one, length), lambda stepped: check_pages(generator))
     all_free(generator)
 

@@ -51,6 +51,7 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
     yield from _batches(report.get("batches") or {})
     yield from _pages(report.get("pages") or {})
     yield from _unmasking(report.get("unmasking") or {})
+    yield from _speculation(report.get("speculation") or {})
     if seen := report.get("stages"):  # of a model that is cut
         busy = ", ".join(f"{_layers(*stage['layers'])} {stage['busy_share']:.0%}" for stage in seen["stages"])
         micro = f"{whole(seen['micro_batches'])} micro-batches, {seen['bubble_share']:.0%} bubbles"
@@ -174,6 +175,14 @@ def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:
     idle = f"{found['idle_share']:.0%} committed nothing" if found["idle_forwards"] else ""
     anew = f"{found['computed_share']:.0%} of positions computed anew"
     yield PanelRow("forwards", ", ".join(filter(None, [whole(found["forwards"]), tokens, idle, anew])))
+
+
+def _speculation(found: Mapping[str, float]) -> Iterator[PanelRow]:
+    """What came of tokens that were proposed to come next."""
+    if found:
+        drawn = f"{found['acceptance']:.0%} of {whole(found['proposed_tokens'])} proposed tokens accepted"
+        each = f"{found['tokens_per_step']:.2f} tokens of a row in a step"
+        yield PanelRow("speculation", f"{drawn}, {each}, about {found['gain']:.2f} times as fast as without")
 
 
 def _layers(first: int, last: int) -> str:

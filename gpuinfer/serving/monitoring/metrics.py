@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from gpuinfer import __version__
 from gpuinfer.api import Priority, Reason
-from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, ClassCount, DiffusionCounters, Snapshot, counted_tokens
+from gpuinfer.stats import (
+    ERRORS,
+    FLOOR,
+    SUB_BUCKETS,
+    ClassCount,
+    DiffusionCounters,
+    Snapshot,
+    SpeculationCounters,
+    counted_tokens,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -183,6 +192,17 @@ def _unmasking(snapshot: Snapshot) -> Iterator[Family]:
         yield single_sample(f"gpuinfer_{name}", help_text, "counter", value)
 
 
+def _speculation(snapshot: Snapshot) -> Iterator[Family]:
+    """Tokens that were proposed to come next. Their share that is accepted is computed over a time range."""
+    if (found := SpeculationCounters.of(snapshot.device.get("steps"))) is None:
+        return
+    for name, help_text, value in (
+        ("proposed_tokens", "Tokens that were proposed to come next, and computed at once.", found.proposed),
+        ("accepted_tokens", "Of these, those that were drawn.", found.accepted),
+    ):
+        yield single_sample(f"gpuinfer_{name}", help_text, "counter", value)
+
+
 def _batches(snapshot: Snapshot) -> Iterator[Family]:
     yield single_sample(
         "gpuinfer_batch_rows", "Rows of each batch; of text: of each step.", "histogram", sizes(snapshot.batches)
@@ -278,7 +298,7 @@ def exposition(snapshot: Snapshot, more: Sequence[Family] = (), floor: Floor | N
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
-    parts = (_requests, _text, _unmasking, _batches, _lanes, _machine, _models)  # always in this order
+    parts = (_requests, _text, _unmasking, _speculation, _batches, _lanes, _machine, _models)  # always in this order
     families = [family for part in parts for family in part(snapshot)]
     if floor is not None:
         for place, family in enumerate(families):

@@ -46,6 +46,7 @@ class SlotAdmission:
         self.prefilling: list[SampleRow] = []
         self._beginnings: dict[tuple[int, bytes], dict[SampleRow, None]] = {}  # of those, by their first LEAST tokens
         self._steps_left = 0  # for which rows that answer have pages
+        self.lookahead = 0  # positions beyond the next one that each row may fill in a step
         self.cached = 0  # prompt tokens that were not computed, in all
         self.waited = self.preempted = 0  # rows that there were no pages for, and that had to give theirs back
 
@@ -234,8 +235,8 @@ class SlotAdmission:
         if not len(slots):
             return
         left = self._positions_left(slots)
-        if left.min() <= 0:
-            soon = left <= AHEAD
+        if left.min() <= self.lookahead:
+            soon = left <= max(AHEAD, self.lookahead)
             if np.count_nonzero(soon) <= self.pages.available:
                 self.pages.extend(slots[soon])
                 left[soon] += PAGE
@@ -243,7 +244,11 @@ class SlotAdmission:
                 self._extend_by_age(slots[left <= 0])
                 left = self._positions_left(np.flatnonzero(table.decodes))
             self._changed()
-        self._steps_left = int(left.min(initial=PAGE)) - 1
+        self._steps_left = int(left.min(initial=PAGE)) - self.lookahead - 1
+
+    def advanced(self) -> None:
+        """Rows have come further than a step takes them."""
+        self._steps_left = 0
 
     @property
     def must_preempt(self) -> bool:

@@ -13,6 +13,7 @@ from gpuinfer.text.generator.adapter_versions import AdapterVersion
 from gpuinfer.text.generator.admission import SlotAdmission
 from gpuinfer.text.generator.answer import END_TOKEN, MOST_PARTS_S, Ending, completion, find_ending, with_version
 from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
+from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import SlotTable
 from gpuinfer.text.generator.slotted import AnswerTracker
@@ -82,13 +83,27 @@ class StepApplier(AnswerTracker[SampleRow]):
         """Write a step's tokens down. `kept`, bool [draws]: rows whose tokens are still wanted; `last`: no other step
         has been launched since.
         """
-        table, plan = self._table, step.plan
-        if plan.chunks:
-            self._settle_chunks(plan.chunks, step.echoes, now)
-        if drawn is None:
-            return
-        slots, tokens, processed, logprobs = plan.draws, drawn.tokens, drawn.processed, drawn.logprobs
-        at, bad = step.positions, {slots[i]: error for i, error in drawn.bad.items() if kept[i]}
+        if step.plan.chunks:
+            self._settle_chunks(step.plan.chunks, step.echoes, now)
+        if drawn is not None:
+            self._write(step.plan.draws, step.positions, kept, drawn, now, last)
+
+    def settle_proposed(self, slots: Ints, drawn: DrawnTokens, now: float) -> None:
+        """The last tokens of these rows are those that had been proposed: the cache holds them already. `drawn` are the
+        tokens after them.
+        """
+        table = self._table
+        table.filled[slots] += 1
+        table.unread[slots] += 1
+        self._write(slots, table.filled[slots], np.ones(len(slots), np.bool_), drawn, now, last=True)
+
+    def _write(
+        self, slots: Ints, at: Ints, kept: NDArray[np.bool_], drawn: DrawnTokens, now: float, last: bool
+    ) -> None:
+        """Write these rows' tokens down, which come `at` these positions, and end the rows that end with them."""
+        table = self._table
+        tokens, processed, logprobs = drawn.tokens, drawn.processed, drawn.logprobs
+        bad = {slots[i]: error for i, error in drawn.bad.items() if kept[i]}
         if drawn.bad or not kept.all():
             good = np.setdiff1d(np.flatnonzero(kept), list(drawn.bad))
             slots, tokens, at, logprobs = slots[good], tokens[good], at[good], [logprobs[i] for i in good.tolist()]
@@ -116,8 +131,11 @@ class StepApplier(AnswerTracker[SampleRow]):
                 row = table.rows[slot]
                 if row is not None:  # else another sample of its prompt has failed just now
                     self._apply(row, place, is_end, is_full, outcome, logprobs[i], now)
-        if table.readers and now >= self._parts_due:
-            self._parts_due = now + table.readers / self._most_parts_s
+
+    def give_out(self, now: float) -> None:
+        """Emit parts of the answers that are read while they grow, if it is time."""
+        if self._table.readers and now >= self._parts_due:
+            self._parts_due = now + self._table.readers / self._most_parts_s
             self._give_out()
 
     def fail_row(self, row: SampleRow, error: Exception, found: Exception) -> None:
@@ -183,7 +201,6 @@ class StepApplier(AnswerTracker[SampleRow]):
             self.fail(row.work, error)
 
     def _give_out(self) -> None:
-        """Emit parts of the answers that are read while they grow."""
         table = self._table
         for slot in np.flatnonzero(table.read & table.decodes).tolist():
             row = table.rows[slot]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gpuinfer.generation import Logprob
 from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import SampleRow
 from gpuinfer.text.generator.slot_table import SlotTable
+from gpuinfer.text.generator.speculation import Proposal
 from gpuinfer.text.sampling.sampler import PendingDraw
 from gpuinfer.text.text_roofline import StepExtent, shared_positions
 from gpuinfer.text.transformer import Step
@@ -52,6 +54,7 @@ class StepPlan:
     picks: Ints | None = None  # which logits each of them draws from; None: as they come
     again: int | None = None  # `counted_again`, of a step whose rows are the same for as long as it serves
     recomputed: int = 0  # tokens that had been computed before their rows gave back their pages
+    proposals: Sequence[Proposal] = ()  # of each of `draws` the tokens that go behind its last one, if any go
 
     @property
     def rows(self) -> int:
@@ -60,10 +63,15 @@ class StepPlan:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of prompts that are computed for the first time."""
-        return len(self.step.tokens) - len(self.decoding) - self.recomputed
+        return len(self.step.tokens) - len(self.decoding) - self.recomputed - self.proposed
+
+    @property
+    def proposed(self) -> int:
+        """Tokens that have been proposed."""
+        return sum(len(one.tokens) for one in self.proposals)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
     """A step that has been launched, what it draws, and how things stood then."""
 
@@ -75,6 +83,10 @@ class LaunchedStep:
     extent: StepExtent
     held: bool
     echoing: bool
+    logits: Tensor | None = None  # of a step with proposals
+    began: float = 0.0  # seconds on the clock of `time.perf_counter`
+    drawn: int = 0  # tokens
+    spared_s: float = 0.0  # how much longer steps without proposals would have taken for these tokens
 
 
 class StepComposer:
@@ -127,6 +139,26 @@ class StepComposer:
         np.take(self._table.last, plan.slots, out=plan.step.tokens, mode="clip")
         np.take(self._table.filled, plan.slots, out=plan.step.starts, mode="clip")
         return plan
+
+    def with_proposals(self, plan: StepPlan, proposals: Sequence[Proposal]) -> StepPlan:
+        """The same step of decoding rows, with proposed tokens behind the last ones, and logits of all tokens."""
+        table, slots = self._table, plan.decoding
+        lengths = np.array([1 + len(one.tokens) for one in proposals], np.int32)
+        lasts = table.last[slots]
+        tokens = [part for last, one in zip(lasts, proposals, strict=True) for part in ((last,), one.tokens)]
+        firsts = (np.cumsum(lengths) - lengths).astype(np.int32)
+        step = replace(
+            plan.step,
+            tokens=np.concatenate(tokens, dtype=np.int32),
+            starts=plan.step.starts.copy(),
+            lengths=lengths,
+            wanted=np.arange(lengths.sum(), dtype=np.int32),
+        )
+        return replace(plan, step=step, picks=firsts, again=None, proposals=proposals)
+
+    def room_for_proposals(self, rows: int) -> int:
+        """Tokens that may go in a step of so many decoding rows, each with its logits."""
+        return min(self.step_tokens - rows, self._echo_tokens)
 
     def _gathers(self, prefilling: Sequence[SampleRow]) -> bool:
         """Whether the prompts wait for more prompts."""

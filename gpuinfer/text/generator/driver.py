@@ -51,6 +51,11 @@ class DriverCounters:
     failed: int = 0
     held_s: float = 0.0  # in steps that had no room for all tokens of the prompts that were there
     echoing_s: float = 0.0  # in steps that had none for the logits that prompts' log-probabilities need
+    proposed: int = 0  # tokens
+    accepted: int = 0  # of them, those that were drawn
+    decode_rows: int = 0  # summed over steps without prompts
+    decode_tokens: int = 0  # drawn in those
+    spared_s: float = 0.0  # how much longer steps without proposals would have taken, as far as is known
     positions: int = 0  # of canvases, summed over steps: `tokens` are those of them that were computed
     committed: int = 0  # masks that became tokens
     idle: int = 0  # of `rows`, those that committed nothing
@@ -81,6 +86,12 @@ class DriverCounters:
         self.output_tokens += stepped.output_tokens
         self.held_s += seconds * stepped.held
         self.echoing_s += seconds * stepped.echoing
+        self.proposed += stepped.proposed
+        self.accepted += stepped.accepted
+        self.spared_s += stepped.spared_s
+        if not stepped.prompt_tokens and not stepped.recomputed:
+            self.decode_rows += stepped.rows
+            self.decode_tokens += stepped.output_tokens
         self.positions += stepped.positions
         self.committed += stepped.committed
         self.idle += stepped.idle

@@ -32,9 +32,11 @@ from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import Prepared, PromptWork, SampleRow, prepare
 from gpuinfer.text.generator.slot_table import SlotTable
 from gpuinfer.text.generator.slotted import SlottedGenerator, Stepped
+from gpuinfer.text.generator.speculation import Proposer, Speculation, StepTimes
 from gpuinfer.text.language import Language
 from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.sampling.sampler import PendingDraw
+from gpuinfer.text.text_options import SPECULATE_TOKENS
 from gpuinfer.text.text_roofline import step_extent
 from gpuinfer.text.transformer import PAGE, Decoder
 
@@ -92,6 +94,7 @@ class Generator(SlottedGenerator[SampleRow]):
             self._most_parts_s,
             self._adapters.give_back,
         )
+        self._speculation: Speculation | None = None
         self._faults: FaultIsolation[SampleRow] = FaultIsolation(self._table.rows, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._reported = (0, 0, 0)  # the admission's `cached`, `waited` and `preempted` at the last report
@@ -99,6 +102,19 @@ class Generator(SlottedGenerator[SampleRow]):
         self._under_way: LaunchedStep | None = None  # a step that has been launched before the last one was settled
         self._device_waits = False  # it had finished all that was launched when the last step was begun
         self._stepped: LaunchedStep | None = None  # a step that has been settled, and not reported
+
+    def speculate(
+        self,
+        proposer: Callable[[SlotTable], Proposer],
+        most: int = SPECULATE_TOKENS,
+        times: StepTimes | None = None,
+    ) -> None:
+        """From now on steps take tokens along that a proposer for these slots proposes, at most so many of a row. No
+        answer changes by it, if the decoder gives a token the same logits whatever goes with it. `times`: what is known
+        of how long steps take; None: nothing is.
+        """
+        self._speculation = Speculation(self._table, proposer(self._table), most, times or StepTimes())
+        self._admission.lookahead = most
 
     @property
     def free_slots(self) -> int:
@@ -188,7 +204,7 @@ class Generator(SlottedGenerator[SampleRow]):
             step, self._under_way = self._under_way or self._launched(), None
             if step is None:
                 return Stepped(*self.answers.take())
-            self._under_way = self._launched(step) if self._may_go_ahead() else None
+            self._under_way = self._launched(step) if not step.plan.proposals and self._may_go_ahead() else None
             self._settle(step)
         return self._outcome(step)
 
@@ -206,7 +222,10 @@ class Generator(SlottedGenerator[SampleRow]):
             recomputed=plan.recomputed,
             waited=counts[1] - before[1],
             preempted=counts[2] - before[2],
-            output_tokens=len(plan.draws),
+            output_tokens=step.drawn,
+            proposed=plan.proposed,
+            accepted=step.drawn - len(plan.draws) if plan.proposals else 0,
+            spared_s=step.spared_s,
             held=step.held,
             echoing=step.echoing,
             extent=step.extent,
@@ -220,6 +239,9 @@ class Generator(SlottedGenerator[SampleRow]):
         if not (self.goes_ahead and self.decoder.reads_drawn) or faults.only is not None or faults.most is not None:
             return False
         depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
+        if self._speculation is not None and not depends:
+            rows = int(np.count_nonzero(table.decodes))
+            depends = self._speculation.pays(rows, self._composer.room_for_proposals(rows))
         return not depends and not self._admission.must_preempt
 
     def _launched(self, before: LaunchedStep | None = None) -> LaunchedStep | None:
@@ -230,8 +252,11 @@ class Generator(SlottedGenerator[SampleRow]):
         plan = self._compose()
         if plan is None:
             return None
+        if self._speculation is not None and before is None:
+            plan = self._speculated(plan, self._speculation)
+        began = time.perf_counter()
         try:
-            drawing, echoes = self._run(plan, None if before is None else before.drawing)
+            drawing, echoes, logits = self._run(plan, None if before is None else before.drawing)
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             if before is None:
                 rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
@@ -253,6 +278,9 @@ class Generator(SlottedGenerator[SampleRow]):
             extent=step_extent(plan.step, plan.again),
             held=held and len(plan.step.tokens) >= self._composer.step_tokens,
             echoing=held and any(chunk.echoes for chunk in plan.chunks),
+            logits=logits if plan.proposals else None,
+            began=began,
+            drawn=len(plan.draws),
         )
 
     def _settle(self, step: LaunchedStep) -> None:
@@ -266,6 +294,45 @@ class Generator(SlottedGenerator[SampleRow]):
             self.enter("reply")
         self._faults.passed()
         self.answers.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
+        if step.plan.proposals:
+            self._settle_proposed(step)
+        if self._speculation is not None and self._under_way is None and not step.plan.chunks:
+            self._note_seconds(step, self._speculation.times)
+        self.answers.give_out(time.perf_counter())
+
+    def _settle_proposed(self, step: LaunchedStep) -> None:
+        """Go on along each row's proposed tokens while they are those that are drawn: one more token each, from logits
+        that are there, as if each were a step.
+        """
+        plan, table, logits = step.plan, self._table, step.logits
+        if logits is None or plan.picks is None or self._speculation is None:
+            return
+        drawn = np.zeros(len(plan.draws), np.int64)
+        ended = np.zeros(len(plan.draws), np.bool_)
+        lengths = np.array([len(one.tokens) for one in plan.proposals])
+        for number in range(int(lengths.max())):
+            ended |= table.epoch[plan.draws] != step.epochs
+            going = np.flatnonzero(~ended & (drawn == number) & (lengths > number))
+            expected = np.array([plan.proposals[row].tokens[number] for row in going.tolist()], np.int32)
+            going = going[table.last[plan.draws[going]] == expected]
+            if not len(going):
+                break
+            drawn[going] += 1
+            slots, places = plan.draws[going], plan.picks[going] + np.int32(number + 1)
+            found = self._drawing(logits, slots, places).finish()
+            self.enter("reply")
+            self.answers.settle_proposed(slots, found, time.perf_counter())
+        step.drawn += int(drawn.sum())
+        self._admission.advanced()
+        self._speculation.settled(plan.draws, plan.proposals, drawn, ended)
+
+    def _note_seconds(self, step: LaunchedStep, times: StepTimes) -> None:
+        """Learn from how long a step of decoding rows has taken."""
+        tokens, rows, seconds = len(step.plan.step.tokens), len(step.plan.draws), time.perf_counter() - step.began
+        if step.plan.proposals:
+            plain = float(times.of(np.array([rows]))[0]) if times.known else seconds
+            step.spared_s = plain * step.drawn / rows - seconds
+        times.took(tokens, seconds)
 
     def _settle_all(self) -> None:
         """Settle the step under way, if any."""
@@ -294,6 +361,14 @@ class Generator(SlottedGenerator[SampleRow]):
         self.sampler.close()
         self.decoder.close()
 
+    def _speculated(self, plan: StepPlan, speculation: Speculation) -> StepPlan:
+        """The plan with proposed tokens, if it is a step of decoding rows alone, and any are worth their while."""
+        faults, rows = self._faults, len(plan.decoding)
+        if plan.chunks or faults.only is not None or faults.most is not None:
+            return plan
+        proposals = speculation.proposals(plan.decoding, self._composer.room_for_proposals(rows))
+        return plan if proposals is None else self._composer.with_proposals(plan, proposals)
+
     def _compose(self) -> StepPlan | None:
         faults, prefilling = self._faults, self._admission.prefilling
         while (only := faults.only) is not None:
@@ -303,16 +378,11 @@ class Generator(SlottedGenerator[SampleRow]):
             faults.passed()  # none of them has anything to compute now
         return self._composer.compose(prefilling, faults.most, None)
 
-    def _run(self, plan: StepPlan, before: PendingDraw | None) -> tuple[PendingDraw | None, list[Echo]]:
-        """The step's draw, and log-probabilities of prompts. After a failure the same step can be run again."""
+    def _run(self, plan: StepPlan, before: PendingDraw | None) -> tuple[PendingDraw | None, list[Echo], Tensor]:
+        """The step's draw, log-probabilities of prompts, and logits. After a failure the same step can be run again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step if before is None else replace(plan.step, drawn=before.tokens))
-        masks, rules = self._masked(plan.draws), None
-        if self._table.listed and self._table.walks is not None and len(plan.draws):
-            if not self._queued:
-                self.enter("constrain")
-            rules = self._table.walks.rules(plan.draws)  # of rows with lists, which need no mask
-        if not self._queued:
+        if not self._queued and any(chunk.echoes for chunk in plan.chunks):
             self.enter("sample")
         echoes = [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]
         copies = [  # of the partial last page of a prompt, for each of its followers
@@ -324,12 +394,23 @@ class Generator(SlottedGenerator[SampleRow]):
         if copies:
             self.decoder.copy_pages(*map(list, zip(*copies, strict=True)))
         if not len(plan.draws):
-            return None, echoes
-        if plan.picks is not None:
-            logits = logits.index_select(0, queued(plan.picks, logits.device))
+            return None, echoes, logits
+        return self._drawing(logits, plan.draws, plan.picks), echoes, logits
+
+    def _drawing(self, logits: Tensor, slots: Ints, picks: Ints | None) -> PendingDraw:
+        """The draw of these slots' next tokens, each from the logits that `picks` says; None: as they come."""
+        masks, rules = self._masked(slots), None
+        if self._table.listed and self._table.walks is not None:
+            if not self._queued:
+                self.enter("constrain")
+            rules = self._table.walks.rules(slots)  # of rows with lists, which need no mask
+        if not self._queued:
+            self.enter("sample")
+        if picks is not None:
+            logits = logits.index_select(0, queued(picks, logits.device))
         if rules is None:
-            return self.sampler.begin(logits, plan.draws, masks), echoes
-        return self.sampler.begin(logits, plan.draws, masks, rules), echoes
+            return self.sampler.begin(logits, slots, masks)
+        return self.sampler.begin(logits, slots, masks, rules)
 
     def _masked(self, slots: Ints) -> Ints | None:
         """Masks of constrained rows, made while the forward is under way on another device. None: there are none."""

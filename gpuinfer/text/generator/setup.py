@@ -25,6 +25,7 @@ from gpuinfer.text.generator.adapter_versions import check_name
 from gpuinfer.text.generator.embedding_queue import pooling_of
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
+from gpuinfer.text.generator.speculation import PromptLookup
 from gpuinfer.text.stages.open_staged_decoder import places_for
 from gpuinfer.text.text_options import FIRST_VERSION, TorchModelOptions, adapter_folders_given
 from gpuinfer.text.transformer import PAGE, Shape
@@ -156,6 +157,7 @@ def open_generator(
             "context": decoder.length,
             "step_tokens": step_tokens,
             "threads": threads,
+            "speculate": wanted.speculate,
             "estimated_weights_bytes": estimate.weights_bytes,
             "estimated_cache_bytes": sizing.cache_bytes,
             "estimated_bytes": estimate.weights_bytes + sizing.estimated_bytes,
@@ -182,6 +184,8 @@ def open_generator(
         generator.load_adapter(name, FIRST_VERSION, generator.decoder.pack_adapter(adapter))
     return_free_memory()  # what weights were read into, before they were packed
     _warm_up(generator)
+    if isinstance(generator, Generator) and wanted.speculate == "lookup":
+        generator.speculate(PromptLookup, wanted.speculate_tokens)
     return generator
 
 
@@ -228,8 +232,19 @@ def resolved_tuning(
             f"{threads} threads, and this process may use {cores()} cores: more would only wait for one another. "
             f"Use -B threads=N with N from 1 to {cores()}, or leave it out."
         )
+    if tuning.speculate != "off" and (why := speculation_refusal(shape, tuning)):
+        raise UsageError(f"-B speculate={tuning.speculate}: {why}")
     given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
     return tuning.model_copy(update=given)
+
+
+def speculation_refusal(shape: Shape, tuning: TorchModelOptions) -> str:
+    """Why tokens cannot be proposed for this model, with the cure; "" where they can."""
+    if shape.masking is not None:
+        return "a diffusion model fills several masks in at once by itself. Leave it out."
+    if tuning.parallel != "data":
+        return f"a model in stages (-B parallel={tuning.parallel}) proposes nothing. Leave one of them out."
+    return ""
 
 
 def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TorchModelOptions) -> None:

@@ -56,6 +56,9 @@ class Stepped:
     output_tokens: int = 0  # drawn
     held: bool = False  # prompts were cut, or waited, as the step was full
     echoing: bool = False  # it was full because of the logits that prompts' log-probabilities need
+    proposed: int = 0  # of `tokens`, those that were proposed to come next
+    accepted: int = 0  # of them, those that were drawn
+    spared_s: float = 0.0  # how much longer steps without proposals would have taken, as far as is known
     positions: int = 0  # of all canvases in the step, those of guidance too; 0 where the model goes from left to right
     committed: int = 0  # masks that became tokens; `output_tokens` are those that an answer has in the end
     idle: int = 0  # of `rows`, those that committed nothing
