@@ -21,7 +21,7 @@ from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host import error_text, process
 from gpuinfer.host.files import MANIFEST, no_folder
 
-BESIDE_OUTPUT = (".run.json", ".early", ".before")  # what a run keeps beside the file that it writes
+BESIDE_OUTPUT = (".run.json", ".early", ".before", ".journal")  # what a run keeps beside the file that it writes
 REPLACED = re.compile(rb'\{\s*"(schema": "gpuinfer\.(report|loop|trace)/|host": )')
 """How reports, traces and ready files begin: those that an earlier run has left in its folder are replaced."""
 

@@ -24,8 +24,8 @@ from gpuinfer.serving.openai.row_splitter import Piece
 from gpuinfer.serving.prompt_requests import PromptRequester, most_samples, rows_in_flight
 from gpuinfer.workloads.generate.answer_lines import LineWriter, digest_key
 from gpuinfer.workloads.generate.input_rows import InputSource
-from gpuinfer.workloads.generate.output import OpenedOutput
-from gpuinfer.workloads.generate.output_writer import OrderedOutput, OutputWriter, UnorderedOutput
+from gpuinfer.workloads.generate.opened_output import OpenedOutput
+from gpuinfer.workloads.generate.output_writer import OrderedOutput, UnorderedOutput
 
 BLOCK = 512  # rows that are parsed before anything else may run
 
@@ -83,7 +83,7 @@ class Pump:
         self.under_way = rows_in_flight(limits)
         self._asker = PromptRequester(infer, self.under_way, most_samples(limits))
         self._enter = infer.lane("input").enter
-        self._outlet = OutputWriter(output.descriptor, output.name, infer.lane("output"), output.aside, output.path)
+        self._outlet = output.writer(infer.lane("output"))
         window = 4 * self.under_way
         self._order: OrderedOutput | UnorderedOutput = (
             OrderedOutput(self._outlet, window, output.left) if ordered else UnorderedOutput(self._outlet)
@@ -145,6 +145,7 @@ class Pump:
         """Parse some rows and queue those that are not done. Returns when the queue is short enough."""
         self._enter("understand")
         jobs = self._namer.name([self._reader.read(piece) for piece in pieces])
+        self._output.check_names(jobs)
         self.counts.read += len(jobs)
         done = self._output.done
         before = done.has([digest_key(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)

@@ -45,7 +45,8 @@ from gpuinfer.workloads.generate import input_rows, output
 from gpuinfer.workloads.generate.answer_lines import LineWriter
 from gpuinfer.workloads.generate.answer_screen import AnswerScreen
 from gpuinfer.workloads.generate.input_rows import InputSource, input_of_texts, texts_as_rows
-from gpuinfer.workloads.generate.output import OpenedOutput, open_output
+from gpuinfer.workloads.generate.opened_output import EARLY, OpenedOutput
+from gpuinfer.workloads.generate.output import is_folder, open_output
 from gpuinfer.workloads.generate.pump import Pump, RowCounts
 
 
@@ -72,6 +73,7 @@ class GenerateOptions(AnswerOptions, PlaceOptions, AdapterOptions, ModelOptions)
 
 
 TEST_ROWS, TEST_TOKENS = 3, 16
+FINISH_LOOK_S = 0.5  # between two updates while an output is finished
 DECIDING = ("num_samples", "truncate", "context", "deterministic", "mask_token_id")  # beside sampling and model
 
 log = logging.getLogger(__name__)
@@ -112,6 +114,8 @@ class Generate(Workload):
             unmasking=unmasking_of(own),
         )
         self.rendering = rendering_of(own)
+        if own.ordered and is_folder(self.target):
+            raise UsageError("--ordered: the files of a folder have no order. Leave it out.")
         if own.retry_errors and not own.resume:
             raise UsageError("--retry-errors goes on with an output that is there. Add --resume.")
 
@@ -135,7 +139,7 @@ class Generate(Workload):
     @property
     def ordered(self) -> bool:
         """Texts of the command line have no ids to know their answers by."""
-        return self.options.ordered or bool(self.options.prompt)
+        return self.options.ordered or (bool(self.options.prompt) and not is_folder(self.target))
 
     @property
     def deterministic(self) -> bool:
@@ -211,16 +215,19 @@ class Generate(Workload):
             async for _ in follow_task(running, infer.stopping):
                 yield self._progress(pump, counting)
             if not running.cancelled():
-                target.finish(useless=pump.counts.none_right)
+                finishing = asyncio.create_task(asyncio.to_thread(target.finish, useless=pump.counts.none_right))
+                while not finishing.done():
+                    await asyncio.wait({finishing}, timeout=FINISH_LOOK_S)
+                    yield self._progress(pump, counting)
+                finishing.result()
             elif target.path is not None and not pump.counts.done and not pump.waiting:
                 log.warning("stopped before the first answer. Run the same command again.")
             elif target.path is not None:
-                place = f"in {self.target}{output.EARLY}"
+                kept = self.target + (output.JOURNAL if output.is_table(self.target) else "")
+                place = f"in {kept}{EARLY}"
                 early = f" ({pump.waiting} that wait for an earlier one: {place})" if pump.waiting else ""
                 log.warning(
-                    "stopped; what was answered is in %s%s. Run the same command with --resume to go on.",
-                    self.target,
-                    early,
+                    "stopped; what was answered is in %s%s. Run the same command with --resume to go on.", kept, early
                 )
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
