@@ -99,21 +99,24 @@ def test_code_of_a_tokenizer_s_own_is_refused_but_for_dream_not_needed(folder, t
     assert "asks to run code of its own" in refusal(dream)
 
 
-def test_absent_and_pickled_weights_are_refused(folder):
+def test_absent_weights_and_pickles_with_code_are_refused(folder):
     (folder / FILE).unlink()
     assert "has neither model.safetensors nor" in refusal(folder)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     message = refusal(folder)
-    assert "save_pretrained" in message
-    assert str(folder) in message
+    assert "cannot read" in message
+    assert "more than tensors and plain values" in message
+    assert f'save_pretrained("{folder}")' in message
 
 
 def test_damaged_indexes_and_missing_shards_are_named(tmp_path):
     sharded = copy_of(tiny_checkpoint("llama", shard="60KB"), tmp_path / "model")
     whole = (sharded / INDEX).read_text()
-    for files in (None, {}, {"a": 1}, {"a": "../../etc/passwd"}, {"a": "pytorch_model.bin"}):
+    for files in (None, {}, {"a": 1}, {"a": "../../etc/passwd"}, {"a": "weights.npz"}):
         (sharded / INDEX).write_text(json.dumps({} if files is None else {"weight_map": files}))
         assert INDEX in refusal(sharded), files
+    (sharded / INDEX).write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
+    assert "lacks pytorch_model.bin of 1 shards" in refusal(sharded)
     (sharded / INDEX).write_text(whole)
     first, second = sorted(sharded.glob("*.safetensors"))[:2]
     name, *_ = state = load_file(first)

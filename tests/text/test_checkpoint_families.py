@@ -254,7 +254,7 @@ REFUSED = {  # by how the message ends: family, changes, what it names
     ("llama", {"model_type": "mixtral"}, "mixtral"),
     ("llama", {"model_type": "qwen2_moe"}, "qwen2_moe"),
     ("llama", {"num_local_experts": 8}, "mixture of experts"),
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "aqlm"),
     ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
     ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rotary"),
@@ -317,7 +317,7 @@ REFUSED = {  # by how the message ends: family, changes, what it names
     ("dream", {"mask_token_id": 384}, "there are 384 tokens, from 0 on"),
     ("dream", {"mask_token_id": 2}, "which ends an answer"),
     ("dream", {"mask_token_id": "<|mask|>"}, "a token id"),
-    ("dream", {"quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
+    ("dream", {"quantization_config": {"quant_method": "aqlm"}}, "quantised by aqlm"),
     ],
 }  # fmt: skip
 SENSELESS = [  # changes of a Llama's config

@@ -38,6 +38,24 @@ def rewritten(folder: Path, change: Any):
     return folder
 
 
+def test_weights_of_torch_save_alone_and_beside_safetensors_are_the_same_model(tmp_path):
+    whole = tiny_checkpoint("llama")
+    state = load_file(whole / FILE)
+    pickled, mixed = (copy_of(whole, tmp_path / name) for name in ("pickled", "mixed"))
+    for folder in (pickled, mixed):
+        (folder / FILE).unlink()
+    torch.save(state, pickled / "pytorch_model.bin")
+    files = {name: f"part-{number % 2}.{('bin', 'safetensors')[number % 2]}" for number, name in enumerate(state)}
+    torch.save({name: one for name, one in state.items() if files[name].endswith("bin")}, mixed / "part-0.bin")
+    save_file(
+        {name: one for name, one in state.items() if not files[name].endswith("bin")}, mixed / "part-1.safetensors"
+    )
+    (mixed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    for folder in (pickled, mixed):
+        assert same_weights(opened(folder).weights(torch.float32), opened(whole).weights(torch.float32))
+        assert opened(folder).fingerprint == opened(whole).fingerprint
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -410,7 +410,7 @@ def supported_family(config: ConfigFields) -> str:
         )
     if (family := ALIASES.get(kind, kind)) not in FAMILIES:
         raise elsewhere(f"the model is of type '{kind[:40]}' ({', '.join(FAMILIES)} run here)")
-    _refuse_quantised(config)
+    quantisation_of(config)
     if any(config.values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise elsewhere("the model is a mixture of experts")
     for name in config.texts("architectures"):
@@ -441,11 +441,23 @@ def _masked_family(config: ConfigFields) -> str | None:
         raise config.wrong(
             "model_type", f"{' or '.join(repr(one) for one in MASKED[family].types)}, as a {architecture} has"
         )
-    _refuse_quantised(config)
+    quantisation_of(config)
     return family
 
 
-def _refuse_quantised(config: ConfigFields) -> None:
-    if config.has("quantization_config"):
-        method = config.mapping("quantization_config").get("quant_method", "an unnamed method")
-        raise elsewhere(f"the weights are quantised ({str(method)[:40]})")
+DEQUANTISED = ("gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes")
+"""Methods of quantization_config whose weights are read as plain numbers."""
+
+
+def quantisation_of(config: ConfigFields) -> ConfigFields | None:
+    """How the weights are quantised; None: they are not. Raises `UsageError` for a method that is not read."""
+    if not config.has("quantization_config"):
+        return None
+    values = dict(config.mapping("quantization_config"))
+    if "quant_method" not in values and (values.get("load_in_4bit") or values.get("load_in_8bit")):
+        values["quant_method"] = "bitsandbytes"  # as files before the method had a name
+    settings = ConfigFields(values, f"{config.where}: quantization_config")
+    method = settings.text("quant_method", "an unnamed method")
+    if method not in DEQUANTISED:
+        raise elsewhere(f"the weights are quantised by {method[:40]} ({', '.join(DEQUANTISED)} are read here)")
+    return settings

@@ -29,14 +29,31 @@ from gpuinfer.text.checkpoint.checkpoint import (
     settings_files,
     tensor_digests,
 )
-from gpuinfer.text.checkpoint.config_keys import TOKENIZERS, elsewhere, read_json, refuse_remote_code
+from gpuinfer.text.checkpoint.config_keys import (
+    TOKENIZERS,
+    ConfigFields,
+    elsewhere,
+    quantisation_of,
+    read_json,
+    refuse_remote_code,
+)
 from gpuinfer.text.checkpoint.model_family import NO_HINTS, Biases, MaskHints, biases_of, shape_of
+from gpuinfer.text.checkpoint.pickle_reader import TensorStore, load_tensors
+from gpuinfer.text.checkpoint.quantised_store import dequantising
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, StoredTensor, check_store, names_of
 from gpuinfer.text.transformer import Shape
 
 STAGING_BYTES = 16 << 20  # for what is cast as it is read
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-QUANTISED = ("F8_", "F4", "F6_", "U8", "I8", "I32")  # how quantised weights are stored
+QUANTISED = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+"""How quantised weights are stored, and what belongs to them."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +62,10 @@ class TensorPlace(StoredTensor):
     start: int
 
 
-def read_header(path: Path) -> dict[str, TensorPlace]:
-    """The floating-point tensors of a file by name.
+def read_header(path: Path, *, quantised: bool = False) -> dict[str, TensorPlace]:
+    """The floating-point tensors of a file by name; `quantised`: and those of whole numbers, and of eight bits.
 
-    Raises `UsageError` for a file that is damaged, cut short, or holds quantised weights.
+    Raises `UsageError` for a file that is damaged or cut short, or holds quantised weights where they are not expected.
     """
     try:
         with safe_open(path, "pt"):  # checks that shapes, places and the file's size agree; places it does not tell
@@ -63,11 +80,13 @@ def read_header(path: Path) -> dict[str, TensorPlace]:
     places = {}
     for name, entry in header.items():
         dtype = entry.get("dtype", "")
-        if dtype in DTYPES:
+        known = DTYPES.get(dtype) or (QUANTISED.get(dtype) if quantised else None)
+        if known is not None:
             start = 8 + length + entry["data_offsets"][0]
-            places[name] = TensorPlace(tuple(entry["shape"]), DTYPES[dtype], path, start)
-        elif dtype.startswith(QUANTISED) and name.endswith("weight"):
-            raise elsewhere(f"{path} holds quantised weights ({dtype})")
+            places[name] = TensorPlace(tuple(entry["shape"]), known, path, start)
+        elif name.endswith("weight") and dtype != "I64":
+            missing = "" if quantised else ", and config.json has no quantization_config that says how"
+            raise elsewhere(f"{path} holds quantised weights ({dtype}){missing}")
     return places
 
 
@@ -139,34 +158,71 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHOWN = 3
 
 
-def open_shards(folder: Path) -> SafetensorsStore:
-    """Raises `UsageError` if there are no safetensors files, one is missing, or a header is damaged."""
-    if (folder / WHOLE).is_file():
-        return SafetensorsStore(str(folder), dict(read_header(folder / WHOLE)))
-    path = folder / INDEX
-    if not path.is_file():
-        if any(folder.glob("*.bin")):
-            raise UsageError(
-                f"{folder} holds its weights as pickles (*.bin), which are not read, as they can run code. Convert "
-                f'them where you trust them: python -c "import transformers as t; '
-                f"t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
-            )
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+ENDINGS = (".safetensors", ".bin")
+
+
+def open_shards(folder: Path, *, quantised: bool = False) -> Store:
+    """The weights of a folder: safetensors files, files of torch.save with tensors alone, or both. `quantised`: as of
+    `read_header`. Raises `UsageError` if there are none, one is missing, damaged, or would run code.
+    """
+    for whole in (WHOLE, PICKLED):
+        if (folder / whole).is_file() and not (whole == PICKLED and (folder / INDEX).is_file()):
+            return _open_shard(folder / whole, quantised)
+    path = next((folder / name for name in (INDEX, PICKLED_INDEX) if (folder / name).is_file()), None)
+    if path is None:
         raise UsageError(f"{folder} has neither {WHOLE} nor {INDEX}. Copy the whole model folder.")
     names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise UsageError(f"{path} has no weight_map from tensors to files. Copy it again from where the model came.")
     files = sorted(set(names.values()))
     for file in files:
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise UsageError(f"{path} names '{file[:80]}', no safetensors file of its own folder. Copy it again.")
+        if Path(file).name != file or not file.endswith(ENDINGS):
+            raise UsageError(f"{path} names '{file[:80]}', no file of weights in its own folder. Copy it again.")
     if missing := [file for file in files if not (folder / file).is_file()]:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise UsageError(f"{folder} lacks {', '.join(missing[:SHOWN])}{more} of {len(files)} shards. Copy them too.")
-    tensors: dict[str, TensorPlace] = {}
-    for file in files:
-        header = read_header(folder / file)
-        tensors.update({name: place for name, place in header.items() if names.get(name) == file})
-    return SafetensorsStore(str(folder), tensors)
+    shards = {file: _open_shard(folder / file, quantised) for file in files}
+    return JoinedStore(
+        str(folder), {name: shards[file] for name, file in names.items() if name in shards[file].tensors}
+    )
+
+
+def _open_shard(path: Path, quantised: bool) -> Store:
+    if path.suffix == ".safetensors":
+        return SafetensorsStore(str(path.parent), dict(read_header(path, quantised=quantised)))
+    try:
+        content = load_tensors(path)
+        if not isinstance(content, Mapping):
+            raise ValueError("it holds no tensors by name")
+    except ValueError as error:
+        raise UsageError(
+            f"cannot read {path}: {error}. Convert it where you trust it: python -c 'import transformers as t; "
+            f't.AutoModelForCausalLM.from_pretrained("{path.parent}", dtype="auto").save_pretrained("{path.parent}")\''
+        ) from None
+    tensors = {
+        name: tensor
+        for name, tensor in content.items()
+        if isinstance(tensor, Tensor) and (quantised or tensor.is_floating_point())
+    }
+    return TensorStore(str(path.parent), tensors)
+
+
+class JoinedStore:
+    """Tensors of several stores, each by its name."""
+
+    def __init__(self, where: str, stores: Mapping[str, Store]) -> None:
+        self.where, self._stores = where, stores
+        self.tensors = {name: store.tensors[name] for name, store in stores.items()}
+
+    def read(self, name: str, into: Tensor) -> None:
+        self._stores[name].read(name, into)
+
+    def digests(self, names: Collection[str]) -> Digests:
+        found: Digests = {}
+        for store in {id(one): one for one in map(self._stores.__getitem__, names)}.values():
+            found |= store.digests([name for name in names if self._stores[name] is store])
+        return found
 
 
 HEAD = "lm_head.weight"
@@ -174,7 +230,14 @@ HEAD = "lm_head.weight"
 
 def open_folder(folder: Path, name: str, hints: MaskHints = NO_HINTS) -> Checkpoint:
     """Read settings and headers, and check them against each other. Raises `UsageError`."""
-    return assembled(folder, name, folder, lambda shape: open_shards(folder), hints)
+    settings = quantisation_of(ConfigFields(read_config(folder)))
+
+    def weights(_: Shape) -> Store:
+        if settings is None:
+            return open_shards(folder)
+        return dequantising(open_shards(folder, quantised=True), settings)
+
+    return assembled(folder, name, folder, weights, hints)
 
 
 def assembled(
