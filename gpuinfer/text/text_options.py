@@ -78,6 +78,11 @@ ContextOption = Annotated[
     Annotated[int, Field(ge=1)] | None,
     Field(description="of text: most tokens of prompt and answer; default 4096"),
 ]
+DecoderChoice = Literal["native", "transformers"] | None
+DECODER_HELP = (
+    "of text: whose code computes the layers: native (ours) or transformers (the model's own); default native where "
+    "the family is"
+)
 StepTokensOption = Annotated[
     Annotated[int, Field(ge=1)] | None, Field(description="of text: most tokens that go through at once")
 ]
@@ -102,6 +107,7 @@ class TorchModelOptions(api.Options):
     pages: PagesOption = None
     context: ContextOption = None
     step_tokens: StepTokensOption = None
+    decoder: DecoderChoice = Field(default=None, description=DECODER_HELP)
     speculate: Speculate = "off"
     speculate_tokens: SpeculateTokens = SPECULATE_TOKENS
     adapters: AdapterFolders = Field(default=None, description=ADAPTERS_HELP)

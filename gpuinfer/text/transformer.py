@@ -79,10 +79,14 @@ class Shape:
     beginning_token: int | None = None
     experts: Experts | None = None
     masking: Masking | None = None  # None: the model goes from left to right
+    decoder: Literal["native", "transformers"] = "native"  # whose code computes it: ours, or transformers' own
+    cached_values: int | None = None  # `cache_values` of layers that differ from one another
 
     @property
     def cache_values(self) -> int:
         """Values that one position of one row keeps in the cache: keys and values of all layers."""
+        if self.cached_values is not None:
+            return self.cached_values
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     @property

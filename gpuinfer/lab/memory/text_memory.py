@@ -71,7 +71,7 @@ class TextModelMemory:
         not hold it.
         """
         self._spec, self._setup, self._device = spec, setup, devices[0]
-        self._checkpoint = open_checkpoint(spec)
+        self._checkpoint = open_checkpoint(spec, options.get("decoder"))
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
         if not self._shape.layers and options.get("parallel", "data") == "data":  # else stages say what is wrong
             raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
@@ -154,7 +154,7 @@ class TextSubject(TextModelMemory):
         super().__init__(spec, setup, options, [device], context)
         self._copies = copies
         self._own = own_kernels(self._shape, self._dtype, device, self._tuning.compile)
-        self.process, self._weights = 0, model_weight_bytes(self._checkpoint.layout, self._dtype)
+        self.process, self._weights = 0, self._checkpoint.weight_bytes(self._dtype)
 
     def warm_up(self) -> None:
         warm_up_text(self._shape, self._setup, self._tuning, self._copies)

@@ -23,7 +23,7 @@ import torch
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import cores
 from gpuinfer.text.checkpoint.gguf_file import GgufFile
-from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate_memory
+from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate_memory, model_weight_bytes
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, read_all_weights
 from gpuinfer.text.transformer import Shape, Weights
 
@@ -177,6 +177,10 @@ class Checkpoint:
         Raises `UsageError` for a damaged file, at once or on that access.
         """
         return read_all_weights(self.store, self.layout, dtype, by_layer=by_layer)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights in a decoder that computes in `dtype`. Loads nothing."""
+        return model_weight_bytes(self.layout, dtype)
 
     def estimate(
         self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False

@@ -393,6 +393,20 @@ def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
+def is_native(settings: Mapping[str, Any]) -> bool:
+    """Whether a decoder of ours is for the model of this config.json, or its refusal is ours to word."""
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or settings.get("is_encoder_decoder") is True or kind in ENCODERS:
+        return True
+    if any(kind in one.types for one in MASKED.values()):
+        return True
+    architectures = settings.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    if any(one.architecture in listed for one in MASKED.values()):
+        return True
+    return ALIASES.get(kind, kind) in FAMILIES and not settings.get("quantization_config")
+
+
 def supported_family(config: ConfigFields) -> str:
     """The family's name. Raises `UsageError` for a model that is not served here."""
     if (masked := _masked_family(config)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.built_in import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
-from gpuinfer.text.checkpoint.config_keys import ConfigFields
+from gpuinfer.text.checkpoint.config_keys import ConfigFields, is_native
 from gpuinfer.text.checkpoint.distributed_checkpoint import METADATA, open_store, open_trained
 from gpuinfer.text.checkpoint.gguf_model import open_gguf
 from gpuinfer.text.checkpoint.model_family import MaskHints, shape_of
@@ -26,22 +27,24 @@ from gpuinfer.text.checkpoint.safetensors_folder import (
     spare_tensors,
 )
 from gpuinfer.text.checkpoint.tensor_layout import Store, check_store, read_all_weights
+from gpuinfer.text.checkpoint.transformers_folder import TransformersCheckpoint, open_with_transformers
 from gpuinfer.text.packaged_models import PACKAGED, packaged_files
-from gpuinfer.text.text_options import no_such_model, path_kind
-from gpuinfer.text.transformer import Shape, Weights
+from gpuinfer.text.text_options import DecoderChoice, no_such_model, path_kind
+from gpuinfer.text.transformer import Shape
 
 
-def open_checkpoint(spec: ModelSpec) -> Checkpoint:
+def open_checkpoint(spec: ModelSpec, decoder: DecoderChoice = None) -> Checkpoint:
     """Open what `spec` names: `weights` is a nanoGPT file, or a torch distributed checkpoint whose base model is
     `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, a GGUF file, a model of an installed package,
     or a built-in one.
 
     Settings and headers are read and checked; weights are not read. `spec.arguments["meta"]`: the alphabet of a nanoGPT
-    model; "mask_token": the mask's token id of a diffusion model. Raises `UsageError`.
+    model; "mask_token": the mask's token id of a diffusion model. `decoder`: whose code is to compute it; None: ours
+    where the family is native, else transformers' own. Raises `UsageError`.
     """
     given = ConfigFields({"mask_token": spec.arguments.get("mask_token")}, "the model's arguments")
     hints = MaskHints(given.integer("mask_token", least=0)) if given.has("mask_token") else MaskHints()
-    checkpoint = _open(spec, hints)
+    checkpoint = _open(spec, hints, decoder)
     masking = checkpoint.shape.masking
     if hints.mask_token is not None and (masking is None or masking.mask_token != hints.mask_token):
         own = "goes from left to right and has none" if masking is None else f"knows its own, {masking.mask_token}"
@@ -49,7 +52,7 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     return checkpoint
 
 
-def _open(spec: ModelSpec, hints: MaskHints) -> Checkpoint:
+def _open(spec: ModelSpec, hints: MaskHints, decoder: DecoderChoice) -> Checkpoint:
     meta, base = spec.arguments.get("meta"), spec.arguments.get("base_model")
     if spec.weights is not None and base is not None:
         return open_trained(Path(spec.weights), Path(base), spec.name, hints)
@@ -57,7 +60,7 @@ def _open(spec: ModelSpec, hints: MaskHints) -> Checkpoint:
         return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
     path, kind = path_kind(spec.name)
     if kind == "folder":
-        return open_folder(path, spec.name, hints)
+        return _open_here(path, spec.name, hints, decoder)
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file" and path.suffix == ".gguf":
@@ -71,11 +74,18 @@ def _open(spec: ModelSpec, hints: MaskHints) -> Checkpoint:
     raise no_such_model(spec.name, path, [*BUILT_IN, *PACKAGED])
 
 
+def _open_here(folder: Path, name: str, hints: MaskHints, decoder: DecoderChoice) -> Checkpoint:
+    if decoder == "native" or (decoder is None and is_native(read_config(folder))):
+        return open_folder(folder, name, hints)
+    read_config(folder)  # it says what is wrong where there is none
+    return open_with_transformers(folder, name)
+
+
 SHOWN = 3
 NOT_COMPARED = ("end_tokens", "beginning_token", "tied")  # fields of a shape: the language's, and the store's
 
 
-def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -> Weights:
+def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -> Any:
     """The weights at `place` for the model of `checkpoint`: a folder with safetensors files (config.json is optional),
     one such file, or a torch distributed checkpoint. Tokenizer and end tokens do not change.
 
@@ -84,6 +94,8 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
     if checkpoint.shape.layers == 0:
         raise UsageError(f"the model '{checkpoint.name}' has no weights that could be changed. Choose another.")
     path = Path(place).expanduser()
+    if isinstance(checkpoint, TransformersCheckpoint):
+        return checkpoint.model(dtype, path)
     if (path / "config.json").is_file():
         masking = checkpoint.shape.masking  # mask and block do not change, whatever the other folder lacks
         hints = MaskHints() if masking is None else MaskHints(masking.mask_token, masking.block)

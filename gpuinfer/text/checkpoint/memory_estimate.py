@@ -102,7 +102,9 @@ def row_pages(length: int) -> int:
 
 def page_bytes(shape: Shape, dtype: torch.dtype, own: bool = False) -> int:
     """Keys and values of all layers at the positions of one page."""
-    width = -(-shape.head_dim // TILE) * TILE if own else shape.head_dim
+    if not own:
+        return shape.cache_values * PAGE * dtype.itemsize
+    width = -(-shape.head_dim // TILE) * TILE
     return 2 * shape.layers * shape.kv_heads * width * PAGE * dtype.itemsize
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,13 +29,16 @@ from gpuinfer.text.checkpoint.memory_estimate import (
     row_pages,
     working,
 )
+from gpuinfer.text.checkpoint.transformers_folder import TransformersCheckpoint
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Shape, Step, Weights
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
+    from gpuinfer.text.decoder.transformers_decoder import TransformersDecoder
 
 logger = logging.getLogger("gpuinfer")
+Sizeable = TypeVar("Sizeable", "TorchDecoder", "TransformersDecoder")
 
 CPU_SLOTS, CUDA_SLOTS = 64, 1024  # beyond them a step takes longer and no more rows come out of it in the same time
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9  # of the free memory
@@ -123,7 +126,7 @@ def too_large(sizing: Sizing, length: int) -> UsageError:
     )
 
 
-def open_and_try(decoder: TorchDecoder, sizing: Sizing, step_tokens: int) -> tuple[TorchDecoder, Sizing]:
+def open_and_try(decoder: Sizeable, sizing: Sizing, step_tokens: int) -> tuple[Sizeable, Sizing]:
     """`decoder` with the slots and pages that `sizing` says, after the largest step that it may see; with fewer pages
     when there is no room for that. Raises `UsageError` when there is none for those of one row.
     """
@@ -155,7 +158,7 @@ def open_and_try(decoder: TorchDecoder, sizing: Sizing, step_tokens: int) -> tup
         sizing = replace(sizing, slots=slots, pages=pages, working_bytes=working_bytes)
 
 
-def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
+def largest_step_bytes(decoder: TorchDecoder | TransformersDecoder, step_tokens: int) -> int:
     """Compute the steps that need most memory. Returns the peak of cache and steps, in bytes."""
     cuda = decoder.device.type == "cuda"
     before = torch.cuda.memory_allocated(decoder.device) - decoder.held_bytes() if cuda else 0
@@ -307,6 +310,15 @@ def open_sized(
         of_all = pages or count * row_pages(length)
         decoder = NullDecoder(shape, slots=min(count, of_all), pages=of_all, length=length, dtype=weights_dtype)
         return decoder, Sizing(decoder.slots, of_all, 0, 0, free_memory(device))
+    if isinstance(checkpoint, TransformersCheckpoint):
+        return open_transformers(
+            checkpoint,
+            weights_dtype,
+            device,
+            {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens},
+            deterministic=deterministic,
+            sharing=sharing,
+        )
     own = own_kernels(shape, weights_dtype, device, compile)
     weights = checkpoint.weights(weights_dtype, by_layer=True)  # so they are never in memory twice
 
@@ -328,9 +340,35 @@ def open_sized(
     return CpuDecoder(shape, weights, weights_dtype, **counts, deterministic=deterministic), sizing
 
 
+def open_transformers(
+    checkpoint: TransformersCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: Mapping[str, Any],
+    *,
+    deterministic: bool,
+    sharing: int,
+) -> tuple[Decoder, Sizing]:
+    """As `open_sized`, of a model that transformers' own code computes."""
+    from gpuinfer.text.decoder.transformers_decoder import TransformersDecoder
+
+    shape, length = checkpoint.shape, wanted["length"]
+
+    def find(free: int) -> Sizing:
+        return estimate(shape, dtype, device, free, **wanted, sharing=sharing)
+
+    opened = partial(TransformersDecoder, shape, checkpoint.traced, length=length, deterministic=deterministic)
+    if device.type == "cuda":
+        whole = opened(checkpoint.model(dtype), device, dtype, slots=1, pages=1)
+        return open_and_try(whole, find(free_memory(device)), wanted["step_tokens"])
+    sizing = find(free_memory(device) - checkpoint.weight_bytes(dtype))
+    return opened(checkpoint.model(dtype), device, dtype, slots=sizing.slots, pages=sizing.pages), sizing
+
+
 def own_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, compile: bool) -> bool:
     """Whether our own kernels compute a step; else torch does."""
-    return device.type == "cpu" and not compile and shape.layers > 0 and kernels_for(dtype)
+    native = shape.decoder == "native" and shape.layers > 0
+    return device.type == "cpu" and not compile and native and kernels_for(dtype)
 
 
 def kernels_for(dtype: torch.dtype) -> bool:

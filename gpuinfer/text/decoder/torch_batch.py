@@ -195,7 +195,7 @@ def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, ca
     if part.order == "whole" and (window is None or window >= part.reach):
         return None
     form, sharing = (-1, part.width), cache.sharing if part.width > 1 else 1
-    return mask(positions.view(form), sees.view(form), part.reach, window, cache.keys.dtype, sharing)
+    return mask(positions.view(form), sees.view(form), part.reach, window, cache.dtype, sharing)
 
 
 class Uploads:

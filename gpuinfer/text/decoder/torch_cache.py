@@ -30,6 +30,7 @@ class PageCache:
         self.sharing = shape.heads // shape.kv_heads  # heads that have their keys in common
         self.width = shape.kv_heads * shape.head_dim  # values that a layer keeps of a position's keys
         self.most_copied = most_copied(device) // self.width  # positions
+        self.dtype = dtype
         form = (shape.layers, pages + SPARE_PAGES, PAGE, shape.kv_heads, shape.head_dim)
         self.keys, self.values = zeros(form, device, dtype), zeros(form, device, dtype)
         self._flat_keys, self._flat_values = self.keys.flatten(1, 2), self.values.flatten(1, 2)

@@ -107,7 +107,7 @@ def open_generator(
     devices = [resolve_device(setup.device)] if tuning.parallel == "data" else resolve_devices(setup.devices)
     device, dtype = devices[0], resolve_dtype(setup.dtype)
     keep_freed_memory()
-    checkpoint = open_checkpoint(spec)
+    checkpoint = open_checkpoint(spec, tuning.decoder)
     wanted = resolved_tuning(spec, tuning, setup, device, checkpoint.shape)
     threads, step_tokens = wanted.threads or 1, wanted.step_tokens or CPU_STEP_TOKENS
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
@@ -252,7 +252,7 @@ def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TorchModelOptions)
     row of it, more threads than cores, stages that its layers do not allow, and adapters that are not for it. Of the
     model's own files only headers are read.
     """
-    checkpoint, devices = open_checkpoint(spec), resolve_devices(setup.devices)
+    checkpoint, devices = open_checkpoint(spec, options.decoder), resolve_devices(setup.devices)
     wanted = resolved_tuning(spec, options, setup, devices[0], checkpoint.shape)
     refuse_short(wanted.pages, checked_context(checkpoint.shape, wanted.context))
     if options.parallel != "data":
