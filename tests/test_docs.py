@@ -17,7 +17,9 @@ from pathlib import Path
 
 import forking
 import pytest
+from hub import put_in_cache, repository_of
 from ports import free_port
+from text.tiny import tiny_checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "plugins").glob("*/README.md"))]
@@ -58,7 +60,11 @@ ALONE = (
 RUNS = ("gpuinfer ", "curl ", "openssl ")
 SERVE = "gpuinfer serve "
 LIMIT_S = 200.0  # for a command
-ENVIRONMENT = forking.own_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "examples")]))
+HUB_CACHE = ".hub"  # of the folder in which a page's commands run
+HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # in the cache is a tiny one of that name
+ENVIRONMENT = forking.own_environment(
+    PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "examples")]), HF_HUB_CACHE=HUB_CACHE
+)
 UP_S, DOWN_S = 180.0, 90.0  # for a server to come up, and to end once it was asked to
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
@@ -178,6 +184,8 @@ CASES = [
 @pytest.mark.parametrize("page", CASES)
 def test_every_command_of_a_page_runs_in_their_order(page, tmp_path):
     with served(tmp_path) as server:
+        if page.name == "models.md":
+            put_in_cache(tmp_path / HUB_CACHE, HUB_MODEL, repository_of(tiny_checkpoint("llama")).files)
         for name, text in files(page).items():
             (tmp_path / name).write_text(text)
         for line in to_run(page):

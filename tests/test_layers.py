@@ -214,6 +214,7 @@ FACADES: dict[str, set[str]] = {
         "language.list_walks",
         "language.tokenizer",
         "model",
+        "model_listing",
         "multi_device",
         "packaged_models",
         "precision",

@@ -133,7 +133,7 @@ COMMANDS = {
     **dict.fromkeys(("server", "api-server", "up", "deploy", "api", "llama-server", "start"), "serve"),
     **dict.fromkeys(("eval", "evaluate", "match", "arena", "tournament"), "selfplay --opponent-model"),
     **dict.fromkeys(("alphazero", "az", "rl"), "loop"),
-    **dict.fromkeys(("ls", "list", "models"), "plugins list"),
+    **dict.fromkeys(("ls", "list"), "models"),
     **dict.fromkeys(("info", "env", "collect-env", "check"), "doctor"),
     **dict.fromkeys(("help", "man"), "docs"),
     **dict.fromkeys(("new", "init", "scaffold"), "plugins new"),

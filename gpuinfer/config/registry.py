@@ -112,6 +112,7 @@ COMMANDS = (
     "tune",
     "verify",
     "memory",
+    "models",
     "simulate",
     "loop",
     "play",

@@ -36,7 +36,7 @@ RESERVED = {
     installation.ONE_FILE_VARIABLE,
 }  # say where something is, and are no settings
 TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
-COMMANDS = ("fleet", "serve")  # of ours, with a table of the same kind as a workload's
+COMMANDS = ("fleet", "models", "serve")  # of ours, with a table of the same kind as a workload's
 
 Place = Callable[[tuple[str, ...]], str]  # where a path stands, for people
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -222,7 +222,7 @@ def _commits(folder: Path) -> list[str]:
 def _snapshot(repository: Path, commit: str) -> Snapshot:
     """What it lacks is told by the commit's list of files, where the cache has it, and by the weights' index."""
     folder = repository / "snapshots" / commit
-    listed = _read_object(repository / "trees" / f"{commit}.json").get("files")
+    listed = read_object(repository / "trees" / f"{commit}.json").get("files")
     names = list(listed) if isinstance(listed, dict) else []
     ends = (".safetensors", ".bin", INDEX)
     least = [name for name in needed_files(names) if name in LEAST_NAMES or name.endswith(ends)]
@@ -234,13 +234,13 @@ def _snapshot(repository: Path, commit: str) -> Snapshot:
         least.append("its weights")
     for index in folder.glob(f"*{INDEX}"):
         kind = index.name.removesuffix(INDEX).rpartition(".")[2]
-        named = _read_object(index).get("weight_map")
+        named = read_object(index).get("weight_map")
         if kind == "safetensors" and isinstance(named, dict):
             least += sorted({file for file in named.values() if isinstance(file, str)})
     return Snapshot(folder, tuple(one for one in dict.fromkeys(least) if not (folder / one).is_file()))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Empty where the file cannot be read or holds no object."""
     try:
         if path.stat().st_size > MOST_BYTES:
