@@ -37,7 +37,7 @@ def models(
     """List the models of text on this machine: those of the Hugging Face cache, of installed packages, and in folders.
 
     Each with what --model takes, its size, its family, and what would serve it. The folders of the setting
-    `folders` under [models] are listed too. No weights are read.
+    models.folders are listed too. No weights are read.
     """
     from gpuinfer.text.hub_cache import cache_folder
     from gpuinfer.text.model_listing import listed_models
