@@ -331,6 +331,8 @@ def described_by(own: ServeFleetOptions, merged: Settings) -> ServerSetup:
         strategy=merged.common.strategy,
         strategy_options=strategy_options,
         unmasking=first.unmasking,
+        tool_format=own.tool_format,
+        reasoning=own.reasoning,
         served_model_name=first.name,
         beside=tuple(
             setup_file.AdditionalModel(name=str(one.name), model=one.spec, share=one.share, unmasking=one.unmasking)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -43,6 +43,8 @@ class ServerSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     strategy: str = "dynamic"
     strategy_options: Mapping[str, Any] = {}
     unmasking: Unmasking | None = None  # how masks are filled in where a request does not say
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"  # of calls in answers to chats
+    reasoning: Literal["auto", "none"] = "auto"  # whether thoughts are told apart from these
     served_model_name: str | None = None  # by which clients name the model; None: see `name`
     beside: tuple[AdditionalModel, ...] = ()  # the others that are served
 

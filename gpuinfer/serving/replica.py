@@ -103,6 +103,8 @@ class ReplicaServer:
                     health.ReplicaHealth(session.own, one.name, one.model.kind),
                     one.model,
                     unmasking=one.unmasking,
+                    tool_format=described.tool_format,
+                    reasoning=described.reasoning,
                     behind_router=place.behind_router,
                     spans=spans,
                 )

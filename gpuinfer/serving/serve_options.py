@@ -74,6 +74,12 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     served_model_name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:@+/-]{1,200}$", description="how clients name the model [its folder's name]"
     )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+        "auto", description="how a chat model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning: Literal["auto", "none"] = Field(
+        "auto", description="auto: what stands between <think> and </think> is told apart from answers to chats"
+    )
     host: str = Field("127.0.0.1", description="the address to listen at")
     port: int = Field(8000, ge=0, le=65_535, description="0: one that is free")
     api_key_file: Path | None = Field(

@@ -22,6 +22,7 @@ from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler
 from gpuinfer.http.parser import Malformed
 from gpuinfer.models.row_format import MEDIA_TYPE
 from gpuinfer.runtime.session import Session
+from gpuinfer.serving.answer_forms import AnswerForms, Reasoning, ToolFormatName
 from gpuinfer.serving.health import RecentCounters, ReplicaHealth
 from gpuinfer.serving.model_language import ModelLanguage
 from gpuinfer.serving.openai.requests import BadRequest
@@ -61,10 +62,14 @@ class ModelService:
     recent: RecentCounters = field(default_factory=RecentCounters)
     spans: Spans = NO_SPANS
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_format: ToolFormatName = "auto"
+    reasoning: Reasoning = "auto"
     language: ModelLanguage = field(init=False)  # of a model of text
+    forms: AnswerForms = field(init=False)  # of its answers in chats
 
     def __post_init__(self) -> None:
         self.language = ModelLanguage(self.spec)
+        self.forms = AnswerForms(self.language, self.tool_format, self.reasoning)
 
     @property
     def name(self) -> str:

@@ -55,11 +55,18 @@ _begun: msgspec.json.Decoder[dict[str, ResumedSample]] = msgspec.json.Decoder(di
 class CompletionEvents:
     """The events of one response. `begun`: what an earlier attempt has sent of each sample, which is not sent again."""
 
-    def __init__(self, chunks: Chunks, numbered: bool, begun: Mapping[int, ResumedSample] | None = None) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        numbered: bool,
+        begun: Mapping[int, ResumedSample] | None = None,
+        texts: Mapping[int, str] | None = None,
+    ) -> None:
+        """`texts`: of the samples that have begun, where answers are split."""
         self._chunks, self._numbered = chunks, numbered
         self._over = {sample for sample, one in (begun or {}).items() if one.ended}
         for sample, one in (begun or {}).items():
-            chunks.taken_up(sample, len(one.tokens), one.ended)
+            chunks.taken_up(sample, len(one.tokens), one.ended, (texts or {}).get(sample, ""))
 
     def frame(self, news: Part | Generation) -> bytes:
         """The events of a part, as one piece, which may be empty; of the whole answer the last ones: what no part had,
@@ -68,20 +75,14 @@ class CompletionEvents:
         if isinstance(news, Part):
             if news.sample in self._over:
                 return b""
-            return b"".join([self._event(chunk, news.tokens) for chunk in self._chunks.of(news)])
-        events = []
-        for chunk in self._chunks.end(news):
-            sample = chunk["choices"][0]["index"] if chunk["choices"] else 0
-            events.append(self._event(chunk, news.completions[sample].tokens))  # all of it: there were no parts
-        return b"".join([*events, DONE])
+            return b"".join([self._event(chunk, tokens) for chunk, tokens in self._chunks.of(news)])
+        return b"".join([*(self._event(chunk, tokens) for chunk, tokens in self._chunks.end(news)), DONE])
 
     def _event(self, chunk: dict[str, Any], tokens: tuple[int, ...]) -> bytes:
         if not (self._numbered and chunk["choices"]):
             return _event(chunk)
         (choice,) = chunk["choices"]
-        # the chunk with a part's tokens, not the role before it nor the end after it
-        has_tokens = "text" in choice or ("content" in choice["delta"] and "role" not in choice["delta"])
-        listed = ",".join(map(str, tokens)) if has_tokens else ""
+        listed = ",".join(map(str, tokens))
         end = "!" if choice["finish_reason"] is not None else ""
         return b"id: %d.%s%s\n%s" % (choice["index"], listed.encode(), end.encode(), _event(chunk))
 
@@ -254,11 +255,22 @@ def completions(service: ModelService, url: str) -> Work:
                 known = (begun.get(index * samples + sample) for sample in range(samples))
                 own["begun"] = tuple(() if one is None else one.tokens for one in known)
             prompts.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
+        form, texts = None, dict[int, str]()
+        if asked[0].chat:
+            first = asked[0]
+            prompts[0], form = await service.forms.of(
+                prompts[0], first.tool_choice, first.parallel_tool_calls, asking.id
+            )
+            if form is not None:
+                texts = {
+                    sample: await service.forms.replayed(prompts[0], one.tokens)
+                    for sample, one in (begun or {}).items()
+                }
         name, created = adapter or service.name, asking.created or int(time.time())
-        envelope = Envelope(asking.id, asked[0].chat, name, created)
+        envelope = Envelope(asking.id, asked[0].chat, name, created, form=form)
         if asked[0].stream:
             chunks = Chunks(envelope, asked[0].usage)
-            events = CompletionEvents(chunks, service.behind_router, begun)
+            events = CompletionEvents(chunks, service.behind_router, begun, texts)
             kind = (CONTENT_TYPE, plain_headers(asking.id, HEADERS))
             await send_stream(service, exchange, asking, prompts, kind, events.frame, failed_event)
         else:

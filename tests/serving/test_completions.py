@@ -279,7 +279,7 @@ def test_what_has_a_bound_or_is_not_for_clients_is_400_and_says_why(tiny, number
         ("/v1/responses", {"input": "Hi"}, {}, 404, "ask POST /v1/chat/completions instead, with the conversation"),
         ("/v1/responses/resp_1/cancel", {}, {}, 404, "ask POST /v1/chat/completions instead"),
         ("/v1/batches", {}, {}, 404, "`gpuinfer generate` answers files of prompts"),
-        ("/v1/embeddings", {}, {}, 404, "models of embeddings are not served"),
+        ("/v1/moderations", {}, {}, 404, "models of moderation are not served"),
     ],
 )
 def test_what_cannot_be_had_is_refused_with_what_there_is_instead(tiny, path, body, headers, status, why):

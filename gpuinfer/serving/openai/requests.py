@@ -67,16 +67,18 @@ class ParsedRequest(Struct, kw_only=True, gc=False):
     model: str | None = None  # as the request names it
     stream: bool = False  # the answer is sent in chunks
     usage: bool = False  # and the last chunk has the count of tokens
+    tool_choice: Any = None  # as the request has it
+    parallel_tool_calls: Any = None
 
 
 class RequestReader:
-    """Parses the bodies of requests. `streams`: whether answers in chunks are possible. `cure`: what else helps against
-    an unknown field.
+    """Parses the bodies of requests. `streams`: whether answers in chunks, and calls of tools, are possible. `cure`:
+    what else helps against an unknown field.
     """
 
     def __init__(self, defaults: PromptDefaults, *, streams: bool = False, cure: str = "") -> None:
         self._defaults, self._cure = defaults, cure
-        self._able = ("stream",) if streams else ()
+        self._able = ("stream", "tool_choice") if streams else ()
         self._body: Any = msgspec.json.Decoder(RequestBody if defaults.strict else LooseBody)
 
     def read(self, body: bytes | Raw, url: str) -> ParsedRequest:
@@ -107,6 +109,8 @@ class RequestReader:
         return request
 
     def _parsed(self, request: RequestBody, url: str) -> ParsedRequest:
+        if request.messages is not None:
+            request.messages = [_with_arguments(one, number) for number, one in enumerate(request.messages)]
         prompt, said = parse_prompt(request, None, self._defaults)
         if prompt.sampling.logprobs is not None:
             sampling = msgspec.structs.replace(prompt.sampling, spelled=True)
@@ -119,7 +123,30 @@ class RequestReader:
             model=request.model,
             stream=bool(request.stream),
             usage=bool(options.get("include_usage")),
+            tool_choice=request.tool_choice,
+            parallel_tool_calls=request.parallel_tool_calls,
         )
+
+
+def _with_arguments(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message whose calls have their arguments as an object, as templates read them: OpenAI's clients send their
+    JSON. Raises `BadRequest`.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    found: list[Any] = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        given = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(function, dict) and isinstance(given, str):
+            try:
+                call = {**call, "function": {**function, "arguments": msgspec.json.decode(given or "{}")}}
+            except (ValueError, RecursionError):
+                name = f"messages[{number}].tool_calls[{index}].function.arguments"
+                raise BadRequest(f"`{name}` is not JSON. Send the calls of the answer as they came.", name) from None
+        found.append(call)
+    return {**message, "tool_calls": found}
 
 
 def parse_prompt(

@@ -15,6 +15,7 @@ from gpuinfer.errors import BackendDied, BadPrompt, Closed, Expired, GpuinferErr
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part
 from gpuinfer.host import error_text
 from gpuinfer.http.http_exchange import error_body, error_type_of
+from gpuinfer.serving.openai.answer_splitter import AnswerDelta, AnswerForm, AnswerSplitter
 
 SHORTER = 'Shorten it, or have it cut to fit with "truncate": "left" or "right".'
 
@@ -29,6 +30,7 @@ class Envelope:
     created: int = 0  # in seconds since 1970; 0 where the same work is to give the same bytes
     token_ids: bool = False  # write the tokens too
     cached: bool = True  # write how many of the prompt's tokens had been computed before: who came first decides
+    form: AnswerForm | None = None  # of a chat in which there may be thoughts, or calls of tools
 
     @property
     def id(self) -> str:
@@ -61,11 +63,37 @@ def usage(generation: Generation, *, cached: bool) -> dict[str, Any]:
 
 def _choice(envelope: Envelope, index: int, one: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "finish_reason": one.finish_reason, "logprobs": None}
-    if envelope.chat:
+    if envelope.chat and envelope.form is not None:
+        choice["message"], calls = message_of(envelope.form, index, one.text)
+        choice["finish_reason"] = _finish(one.finish_reason, calls)
+    elif envelope.chat:
         choice["message"] = {"role": "assistant", "content": one.text}
     else:
         choice["text"] = one.text
     return choice | _details(envelope, one)
+
+
+def message_of(form: AnswerForm, sample: int, text: str) -> tuple[dict[str, Any], int]:
+    """The message that this text is, and how many calls are in it."""
+    splitter = form.splitter()
+    found, rest = splitter.feed(text), splitter.finish()
+    calls: list[dict[str, Any]] = []
+    for part in (*found.calls, *rest.calls):
+        if part.index == len(calls):
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"id": form.call_id(sample, part.index), "type": "function", "function": function})
+        calls[part.index]["function"]["arguments"] += part.arguments
+    content, reasoning = found.content + rest.content, found.reasoning + rest.reasoning
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if form.thinks is not None:
+        message["reasoning_content"] = reasoning or None
+    if calls:
+        message["tool_calls"] = calls
+    return message, len(calls)
+
+
+def _finish(reason: str | None, calls: int) -> str | None:
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def _details(envelope: Envelope, one: Completion | Part) -> dict[str, Any]:
@@ -90,6 +118,12 @@ class _Sent:
     characters: int = 0
     tokens: int = 0
     ended: bool = False
+    splitter: AnswerSplitter | None = None
+    unsaid: tuple[int, ...] = ()  # tokens of which the client has been sent nothing yet
+
+
+ChunkWithTokens = tuple[dict[str, Any], tuple[int, ...]]
+"""A chunk, and the tokens whose text is with it out of the house: those of the role, and of the end, are none."""
 
 
 @dataclass
@@ -103,26 +137,37 @@ class Chunks:
     usage: bool = False
     _sent: dict[int, _Sent] = field(default_factory=dict)
 
-    def taken_up(self, sample: int, tokens: int, ended: bool) -> None:
-        """So much of a sample has been sent by somebody else, its role too. What follows must come in parts."""
-        self._sent[sample] = _Sent(tokens=tokens, ended=ended)
+    def taken_up(self, sample: int, tokens: int, ended: bool, text: str = "") -> None:
+        """So much of a sample has been sent by somebody else, its role too. What follows must come in parts. `text`: of
+        its tokens, where the answer is split.
+        """
+        self._sent[sample] = sent = self._begun()
+        sent.tokens, sent.ended = tokens, ended
+        if sent.splitter is not None:
+            sent.splitter.feed(text)
 
-    def of(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _begun(self) -> _Sent:
+        form = self.envelope.form
+        return _Sent(splitter=None if form is None else form.splitter())
+
+    def of(self, part: Part) -> Iterator[ChunkWithTokens]:
         """The chunks of a part, in order. There may be none."""
         sent = self._sent.get(part.sample)
         if sent is None:
-            sent = self._sent[part.sample] = _Sent()
+            sent = self._sent[part.sample] = self._begun()
             if self.envelope.chat:
-                yield self._chunk(part.sample, {"role": "assistant", "content": ""})
+                yield self._chunk(part.sample, {"role": "assistant", "content": ""}), ()
         sent.characters += len(part.text)
         sent.tokens += len(part.tokens)
         sent.ended |= part.finish_reason is not None
-        if self.envelope.chat:
+        if sent.splitter is not None:
+            yield from self._of_split(part, sent, sent.splitter)
+        elif self.envelope.chat:
             yield from self._of_chat(part)
         elif part.text or part.tokens or part.finish_reason:
-            yield self._chunk(part.sample, part.text, part.finish_reason, _details(self.envelope, part))
+            yield self._chunk(part.sample, part.text, part.finish_reason, _details(self.envelope, part)), part.tokens
 
-    def end(self, generation: Generation) -> Iterator[dict[str, Any]]:
+    def end(self, generation: Generation) -> Iterator[ChunkWithTokens]:
         """The last chunks: what no part has said, all of it where the backend makes no parts; and the usage."""
         for sample, one in enumerate(generation.completions):
             sent = self._sent.get(sample, _Sent())
@@ -137,21 +182,63 @@ class Chunks:
                 )
                 yield from self.of(rest)
         if self.usage:
-            yield {**self.envelope.around([], chunk=True), "usage": usage(generation, cached=self.envelope.cached)}
+            told = usage(generation, cached=self.envelope.cached)
+            yield {**self.envelope.around([], chunk=True), "usage": told}, ()
 
-    def _of_chat(self, part: Part) -> Iterator[dict[str, Any]]:
+    def _of_split(self, part: Part, sent: _Sent, splitter: AnswerSplitter) -> Iterator[ChunkWithTokens]:
+        """One chunk with all that has become certain, so that its tokens tell how far the client has come: what the
+        splitter holds back it holds back again when it is fed the same tokens. And the end, as `_of_chat` has it.
+        """
+        delta = self._delta(part.sample, splitter.feed(part.text))
+        if part.finish_reason is not None:
+            delta = _joined_delta(delta, self._delta(part.sample, splitter.finish()))
+        details = _details(self.envelope, part)
+        ending = {"stop_reason": details.pop("stop_reason")} if "stop_reason" in details else {}
+        tokens, sent.unsaid = sent.unsaid + part.tokens, ()
+        reason = _finish(part.finish_reason, splitter.calls)
+        if isinstance(part.stop_reason, str):
+            yield self._chunk(part.sample, delta, reason, {**details, **ending}), tokens
+            return
+        if delta or details:
+            yield self._chunk(part.sample, delta or {"content": ""}, None, details), tokens
+            tokens = ()
+        if reason is not None:
+            yield self._chunk(part.sample, {}, reason, ending), tokens
+        else:
+            sent.unsaid = tokens
+
+    def _delta(self, sample: int, found: AnswerDelta) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if found.reasoning:
+            delta["reasoning_content"] = found.reasoning
+        if found.content:
+            delta["content"] = found.content
+        calls: list[dict[str, Any]] = []
+        for part in found.calls:
+            call: dict[str, Any] = {"index": part.index}
+            if part.name is not None and self.envelope.form is not None:
+                call |= {"id": self.envelope.form.call_id(sample, part.index), "type": "function"}
+            function = {"arguments": part.arguments}
+            call["function"] = function if part.name is None else {"name": part.name, **function}
+            calls.append(call)
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def _of_chat(self, part: Part) -> Iterator[ChunkWithTokens]:
         """What the model said and why it ended are chunks of their own, but where a stop string ended it: what it had
         held back until then must not be heard without the end, as its tokens alone do not tell it (`Part`).
         """
         details = _details(self.envelope, part)
         ending = {"stop_reason": details.pop("stop_reason")} if "stop_reason" in details else {}
         if isinstance(part.stop_reason, str):
-            yield self._chunk(part.sample, {"content": part.text}, part.finish_reason, {**details, **ending})
+            yield (
+                self._chunk(part.sample, {"content": part.text}, part.finish_reason, {**details, **ending}),
+                part.tokens,
+            )
             return
         if part.text or part.tokens:
-            yield self._chunk(part.sample, {"content": part.text}, None, details)
+            yield self._chunk(part.sample, {"content": part.text}, None, details), part.tokens
         if part.finish_reason is not None:
-            yield self._chunk(part.sample, {}, part.finish_reason, ending)
+            yield self._chunk(part.sample, {}, part.finish_reason, ending), ()
 
     def _chunk(
         self, sample: int, said: str | dict[str, Any], finish_reason: str | None = None, details: Any = None
@@ -160,6 +247,14 @@ class Chunks:
         choice |= {"finish_reason": finish_reason} | (details or {})
         chunk = self.envelope.around([choice], chunk=True)
         return {**chunk, "usage": None} if self.usage else chunk
+
+
+def _joined_delta(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Both as one; of calls the parts of both."""
+    found = dict(one)
+    for name, value in other.items():
+        found[name] = found[name] + value if name in found else value
+    return found
 
 
 # Log-probabilities

@@ -208,6 +208,15 @@ class ChatTemplates:
         own = settings.tool_template
         self._with_tools = self._plain if own is None else ChatTemplate(own, settings.named)
 
+    @property
+    def source(self) -> str:
+        own = self._with_tools
+        return self._plain.source if own is self._plain else f"{self._plain.source}\n{own.source}"
+
+    @property
+    def reads_tools(self) -> bool:
+        return "tools" in self._with_tools.reads
+
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
         """The chat as a prompt. Raises `BadPrompt`."""
         return (self._with_tools if rendering.tools else self._plain).render(messages, rendering)
@@ -282,21 +291,23 @@ class ChatTemplate:
             )
         if "messages" in rendering.variables:
             raise BadPrompt("chat_template_kwargs sets `messages`, which are the chat itself. Take it out.")
-        reads = self._reads or {"tools"}  # a damaged template is an error when it renders
+        reads = self.reads or {"tools"}  # a damaged template is an error when it renders
         if rendering.tools and "tools" not in reads:
             raise BadPrompt(
                 "the model's chat template does not read `tools`, so the model would not hear of them. Take them out, "
-                "describe them in a message, or use a model that was trained with tools."
+                "or use a model that was trained with tools; a server with --tool-format hermes describes them in a "
+                "message."
             )
-        unread = {*rendering.variables} - self._reads
+        unread = {*rendering.variables} - self.reads
         for name in sorted(unread - self._unread):
-            near = difflib.get_close_matches(name, self._reads, n=1)
+            near = difflib.get_close_matches(name, self.reads, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
             log.warning("the model's chat template does not read `%s`, which changes nothing.%s", name, hint)
         self._unread |= unread
 
     @cached_property
-    def _reads(self) -> frozenset[str]:
+    def reads(self) -> frozenset[str]:
+        """The variables that the template reads; none of a damaged one."""
         try:
             return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source)))
         except TemplateError:  # rendering reports the error

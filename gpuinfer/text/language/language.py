@@ -51,6 +51,23 @@ class Language:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def template_source(self) -> str:
+        """The text of the chat template, with that for tools where it is another; "" without one."""
+        return "" if self._template is None else self._template.source
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return self._template is not None and self._template.reads_tools
+
+    def special_token(self, text: str) -> int | None:
+        """The special token that this text is alone; None: it is none."""
+        (found,) = self._codec.encode([text], False)
+        if isinstance(found, BadPrompt) or len(found) != 1:
+            return None
+        return int(found[0]) if int(found[0]) in self._codec.hidden else None
+
     def encode(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32] | BadPrompt]:
         """The tokens of each prompt, int32, at least one, or its error. All texts are encoded in one call."""
         results: list[Encoded | None] = [None] * len(prompts)
