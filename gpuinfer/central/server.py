@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import multiprocessing.connection
 import os
@@ -21,7 +22,7 @@ from gpuinfer.central.client import CentralClient
 from gpuinfer.central.protocol import WeightsChange, changes_to_replay
 from gpuinfer.central.server_process import CHANGING_S, OtherTextBackend, ServerStart, server_main
 from gpuinfer.config import import_paths, registry
-from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
+from gpuinfer.errors import BackendDied, Closed, GpuinferError, UnknownName, UsageError
 from gpuinfer.host import children, machine, shared_memory
 from gpuinfer.host.child import (
     HEARTBEAT_SIZE,
@@ -436,8 +437,12 @@ class CentralServer(ServerProcess):
         max_queue_rows: int | None = None,
         batch_timeout: float = 300.0,
         restart: bool = False,
+        **unknown: Any,
     ) -> None:
-        """Nothing is started yet. Raises `UsageError`."""
+        """Nothing is started yet. Raises `UsageError`, also for an option that it does not have, with the nearest."""
+        for name in unknown:
+            known = sorted({*inspect.signature(CentralServer).parameters} - {"self", "model", "unknown"})
+            raise UnknownName("option of CentralServer", name, known, label="Options")
         sizes = inputs if isinstance(inputs, tuple | list) else (inputs,)
         if not sizes or not all(isinstance(size, int) and size >= (sizes is inputs) for size in sizes):
             raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row, or its shape.")

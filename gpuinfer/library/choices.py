@@ -154,6 +154,8 @@ def setup_from(**fields: Any) -> Setup:
     fields = {name: value for name, value in fields.items() if value is not None}
     if "devices" in fields:
         devices = fields["devices"]
+        if isinstance(devices, list | tuple) and not devices:
+            raise UsageError(f'devices={devices!r} names none. Give "auto", "cpu", "cuda:0", or a list of them.')
         listed = (
             devices.split(",")
             if isinstance(devices, str)
@@ -165,6 +167,25 @@ def setup_from(**fields: Any) -> Setup:
     if "dtype" in fields:
         fields["dtype"] = str(fields["dtype"]).removeprefix("torch.")
     return replace(Setup(), **fields)
+
+
+def checked_types(**options: tuple[Any, Any, str]) -> None:
+    """Each name with its value, what it must be (types, as for `isinstance`), and the cure. Raises `UsageError`. True
+    and False are no numbers.
+    """
+    for name, (value, kinds, cure) in options.items():
+        is_number = isinstance(value, bool) and kinds is not bool
+        if is_number or not isinstance(value, kinds):
+            raise UsageError(f"{name}={value!r:.60} is of {type(value).__name__}. {cure}")
+
+
+MOST_SEED = 1 << 63
+
+
+def checked_seed(seed: Any) -> None:
+    """Raises `UsageError` for what is no seed."""
+    if type(seed) is not int or not 0 <= seed < MOST_SEED:
+        raise UsageError(f"seed={seed!r:.60} is no seed. Give a whole number from 0 on.")
 
 
 def seconds_of(name: str, given: float | str | None) -> float | None:

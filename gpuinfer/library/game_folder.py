@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gpuinfer.datasets import SelfPlayDataset
     from gpuinfer.runtime.background_run import BackgroundRun
 
+TEMPORARY = "gpuinfer-games-"
 OPEN_SHARDS = 16  # kept in memory: games that lie next to one another by number ended at about the same time
 OF_GAMES = ("finished", "returns", "sides", "resigned", "checked", "lowest")  # one row a game, where there are any
 FIGURES = ("wall_s", "status", "progress", "throughput", "batches", "latency_s", "errors", "device")
@@ -74,6 +76,8 @@ class GameRecords:
         if not new and not self.path.is_dir():
             raise UsageError(f"there is no folder {self.path}. Give one that `SelfPlay.play(out=…)` wrote.")
         self._folder = PositionsFolder(self.path)
+        if not new and not (self.path / MANIFEST).exists() and not any(self._folder.shards()):
+            raise UsageError(f"{self.path} holds no records of games. Give a folder that `SelfPlay.play(out=…)` wrote.")
         self._is_temporary = False
         self.run = run  # the one that plays them here, if any
         self._numbers: dict[Path, list[int]] = {}  # the games of each shard; shards never change
@@ -88,7 +92,8 @@ class GameRecords:
     @classmethod
     def temporary(cls) -> GameRecords:
         """In a folder that goes with the object, or at the end of the program: not with a fork of it."""
-        made = cls(tempfile.mkdtemp(prefix="gpuinfer-games-"))
+        _remove_stale()
+        made = cls(tempfile.mkdtemp(prefix=f"{TEMPORARY}{_pid_namespace()}-{os.getpid()}-"), new=True)
         made._is_temporary = True
         weakref.finalize(made, _remove, made.path, os.getpid())
         return made
@@ -236,6 +241,31 @@ def _temporary_copy(files: Mapping[str, bytes]) -> GameRecords:
     for name, content in files.items():
         (made.path / name).write_bytes(content)
     return made
+
+
+@functools.cache
+def _remove_stale() -> None:
+    """Remove temporary folders of this user's processes that are gone without having done so (`kill -9`); once."""
+    ours = f"{TEMPORARY}{_pid_namespace()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{ours}*"):
+        process = folder.name.removeprefix(ours).partition("-")[0]
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            with contextlib.suppress(OSError):
+                if folder.lstat().st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError, OverflowError):
+            continue  # it runs, or the folder is of something else
+
+
+@functools.cache
+def _pid_namespace() -> str:
+    """Where numbers of processes hold: containers that share a folder of temporary files may each have their own."""
+    try:
+        return "".join(filter(str.isdecimal, os.readlink("/proc/self/ns/pid"))) or "0"
+    except OSError:  # there are none, such as on a Mac
+        return "0"
 
 
 def _remove(path: Path, process: int) -> None:

@@ -20,7 +20,15 @@ from gpuinfer.config.foreign_names import option_hint
 from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import Closed, GpuinferError, UsageError
 from gpuinfer.host import children
-from gpuinfer.library.choices import backend_of, in_python_words, priority_of, seconds_of, setup_from, strategy_of
+from gpuinfer.library.choices import (
+    backend_of,
+    checked_seed,
+    in_python_words,
+    priority_of,
+    seconds_of,
+    setup_from,
+    strategy_of,
+)
 from gpuinfer.library.llm_session import OpenedLLM
 from gpuinfer.library.measured import SessionClock, SessionFigures
 from gpuinfer.library.text_answers import Errors, TextAnswer, TextAnswers
@@ -141,11 +149,14 @@ class LLM(SessionFigures):
             named = {name: GivenValue(value, f"{name}={value!r}") for name, value in values.items()}
             own = ModelOptions(**check(ModelOptions, named, "LLM"))
             check_model(own, "LLM")
+            if not isinstance(adapters, Mapping | None):
+                raise UsageError(
+                    f'adapters={adapters!r:.60} is no mapping. Give folders by name: adapters={{"policy": "folder"}}.'
+                )
             folders = adapter_folders([f"{name}={os.fspath(folder)}" for name, folder in (adapters or {}).items()])
             if batch_size is not None and (type(batch_size) is not int or not 1 <= batch_size <= 1 << 20):
                 raise UsageError(f"batch_size={batch_size!r} is no number of prompts. Give one from 1 on.")
-            if type(seed) is not int or not 0 <= seed < 1 << 63:
-                raise UsageError(f"seed={seed!r} is no seed. Give a whole number from 0 on.")
+            checked_seed(seed)
             self._spec = text_model(own, batch_size, folders)
         self._adapter = next(iter(folders), None)
         self._setup = replace(
@@ -416,6 +427,10 @@ class LLM(SessionFigures):
         It goes through the model's chat template; `tools` are JSON schemas of functions that the template describes. In
         a coroutine, `await llm.answer(messages)`; many conversations, `llm.generate([messages, …])`.
         """
+        if not isinstance(messages, str | Sequence) or not all(isinstance(one, str | Mapping) for one in messages):
+            raise UsageError(
+                f'messages={messages!r:.60} are none. Give a text, or a list: [{{"role": "user", "content": "Hi"}}].'
+            )
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         asked: dict[str, Any] = {"messages": said} | ({"tools": list(tools)} if tools else {})
         pending = self.answer(asked, timeout=timeout, priority=priority, **options)

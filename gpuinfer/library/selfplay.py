@@ -264,6 +264,8 @@ class SelfPlay:
         `self.records`.
         """
         self._refuse()
+        if out is not None and (not isinstance(out, str | os.PathLike) or not os.fspath(out)):
+            raise UsageError(f'out={out!r:.60} names no folder. Give one, such as out="games", or leave it out.')
         records = GameRecords.temporary() if out is None else GameRecords(out, new=True)
         if out is None and resume:
             raise UsageError('resume=True needs to know where the records are. Add out="folder".')

@@ -16,15 +16,25 @@ from typing import Any, Self
 from gpuinfer.api import Backend, ModelSpec, Strategy
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import Closed, UsageError
-from gpuinfer.library.choices import backend_of, in_python_words, seconds_of, setup_from, strategy_name, strategy_of
+from gpuinfer.library.choices import (
+    backend_of,
+    checked_seed,
+    checked_types,
+    in_python_words,
+    seconds_of,
+    setup_from,
+    strategy_name,
+    strategy_of,
+)
 from gpuinfer.library.measured import SessionClock, SessionFigures
-from gpuinfer.models.row_layout import layout_of_row, named_spec
+from gpuinfer.models.row_layout import Ragged, layout_of_row, named_spec
 from gpuinfer.serving.replica import ListenOptions, ReplicaServer
 from gpuinfer.serving.serve_options import HERE, ServeOptions, is_of_rows, served_spec
 from gpuinfer.stats import Snapshot
 
 log = logging.getLogger("gpuinfer")
 
+MOST_PORT = 65_535
 FACTS_S = 10.0  # for the server's loop to say its counters
 ENDING_S = 15.0  # for connections and the model to close, once requests are answered
 
@@ -45,6 +55,8 @@ def serve(
     check: bool = True,
     deterministic: bool = False,
     seed: int = 0,
+    ragged: Ragged = None,
+    pad_value: float = 0,
     max_queue_rows: int | None = None,
     api_key_file: str | os.PathLike[str] | None = None,
     insecure: bool = False,
@@ -64,20 +76,44 @@ def serve(
     Rows are nested lists in the form of the example, the rows along the first dimension of each array:
     {"rows": [[…], …]}, of a dict {"rows": {"ids": [[…], …], "mask": [[…], …]}}, of a tuple {"rows": [[…], […]]}; or one
     row, {"x": …}. A body of safetensors has a tensor for each array, named `rows`, or by its name in the dict, or its
-    place in the tuple. The answer comes in the form of the question. `/health`, `/stats`, `/metrics` and `/v1/models`
-    say how it is.
+    place in the tuple, and the Content-Type application/x-safetensors. The answer comes in the form of the question.
+    `/health`, `/stats`, `/metrics` and `/v1/models` say how it is.
 
-    `port`: 0 for one that is free. `host`: an address that others reach needs an `api_key_file`, or `insecure=True`.
-    `name`: by which clients may call the model. `drain_timeout`: seconds that requests have to finish at the end. The
+    `ragged`: how rows whose first dimensions differ share batches, as of `Batcher`: "pad" (rows of one request may have
+    several lengths; `pad_value` fills them up) or "group" (rows of one request have one length). `port`: 0 for one that
+    is free. `host`: an address that others reach needs an `api_key_file`, or `insecure=True`. `name`: by which clients
+    may call the model. `drain_timeout`: seconds that requests have to finish at the end. The
     other arguments are those of `Batcher`. Raises `UsageError` for what cannot be served, with the cure.
     """
+    checked_types(
+        host=(host, str, 'Give an address, such as "127.0.0.1".'),
+        name=(name, str | None, "Give a text, by which clients may call the model."),
+        check=(check, bool, "Give True or False."),
+        pad_value=(pad_value, int | float, "Give a number."),
+    )
+    checked_seed(seed)
+    if type(port) is not int or not 0 <= port <= MOST_PORT:
+        raise UsageError(
+            f"port={port!r:.60} is no port. Give a number from 1 to {MOST_PORT}, or 0 for one that is free."
+        )
     if host not in HERE and api_key_file is None and not insecure:
         raise UsageError(
             f'host="{host}" lets others in. Give api_key_file= with keys, one a line, or insecure=True if everybody '
             "may."
         )
     weights = None if weights is None else os.fspath(weights)
+    if ragged not in (None, "pad", "group"):
+        raise UsageError(f"ragged={ragged!r} is no choice. Give one of None, 'pad', 'group'.")
+    if ragged == "group" and backend != "inprocess":
+        raise UsageError(
+            f'ragged="group" and backend="{backend}": to other processes all rows travel in one shape. Give '
+            'ragged="pad" and the longest row as the example, or use backend="inprocess".'
+        )
+    if ragged and example is None:
+        raise UsageError(f"ragged={ragged!r} is of models of rows. Give an example of one, or leave it out.")
     spec, half = _spec_of(model, example, backend, arguments, weights, check)
+    if spec.layout is not None and ragged:
+        spec = replace(spec, layout=replace(spec.layout, ragged=ragged, pad_value=pad_value))
     setup = setup_from(
         devices=devices,
         dtype=dtype or half,

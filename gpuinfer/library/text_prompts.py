@@ -105,6 +105,8 @@ def prompt_defaults(given: Mapping[str, Any], adapter: str | None = None) -> Pro
     if not isinstance(own_adapter := options.pop("adapter", None), str | None):
         raise UsageError(f"adapter={own_adapter!r:.60} is no name. Give that of an adapter of this model.")
     forms = {name: options.pop(name) for name in INLINE if name in options and not isinstance(options[name], Path)}
+    if "choice" in options and not options["choice"]:
+        raise UsageError(f"choice={options['choice']!r} leaves no answer. Give one or more texts, or leave it out.")
     for name in ("stop", "choice", "stop_token_ids"):
         if isinstance(options.get(name), str | int):
             options[name] = [options[name]]

@@ -204,6 +204,14 @@ def to_body(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | N
     return b"".join(pieces)
 
 
+def is_tensors(body: bytes) -> bool:
+    """Whether the body looks like safetensors, by its first bytes: a length, and an object of JSON that is so long."""
+    if len(body) < _LENGTH.size + 2 or body[_LENGTH.size : _LENGTH.size + 1] != b"{":
+        return False
+    (length,) = _LENGTH.unpack_from(body)
+    return bool(2 <= length <= min(LARGEST_HEADER, len(body) - _LENGTH.size))
+
+
 def from_body(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """The tensors, views of `body`, and the metadata. Raises `NotTensors`."""
     if len(body) < _LENGTH.size:

@@ -75,6 +75,7 @@ class RowLayout:
     leaves: tuple[Leaf, ...]
     kind: Literal["torch", "numpy"] = "torch"  # what a row is made of, and so an answer
     ragged: Ragged = None
+    pad_value: float = 0  # of rows that a server pads; a batcher has its own
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.leaves))
@@ -436,11 +437,14 @@ def padded_length(length: int) -> int:
     return power * 3 // 4 if length <= power * 3 // 4 else power
 
 
-def padded_leaves(leaves: Sequence[Any], layout: RowLayout, value: float) -> list[Any]:
-    """The leaves of a ragged row, each filled up at its end to its padded length."""
-    lengths = [padded_length(array.shape[0]) if array.shape else 0 for array in leaves]
+def padded_leaves(leaves: Sequence[Any], layout: RowLayout, value: float, batch: bool = False) -> list[Any]:
+    """The leaves of a ragged row, or of a `batch` of such, each filled up at its end to its padded length."""
+    lengths = [
+        padded_length(array.shape[batch]) if leaf.shape else 0
+        for array, leaf in zip(leaves, layout.leaves, strict=True)
+    ]
     whole = zip(leaves, layout.leaves, lengths, strict=True)
-    return [_longer(array, length, value) if leaf.shape else array for array, leaf, length in whole]
+    return [_longer(array, length, value, int(batch)) if leaf.shape else array for array, leaf, length in whole]
 
 
 def full_leaves(leaves: Sequence[Any], layout: RowLayout, value: float, batch: bool = False) -> list[Any]:

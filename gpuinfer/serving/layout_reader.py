@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Meta, Raw
 from numpy.typing import NDArray
 
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import RequestError, UsageError
 from gpuinfer.models.row_format import NotTensors, from_body
-from gpuinfer.models.row_layout import FLOATS, Leaf, RowLayout, batch_payload
+from gpuinfer.models.row_layout import FLOATS, Leaf, RowBatch, RowLayout, batch_payload, full_leaves, padded_leaves
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 
 
@@ -103,13 +103,18 @@ class LayoutReader:
             raise BadRequest(f"`{where}`: {error}. {self._cure}", field) from error
         try:
             with np.errstate(over="ignore"):  # becomes inf, which is refused
+                if self._layout.ragged == "pad" and leaf.shape and not alone:
+                    lists = self._level(lists, leaf)
                 array = np.array(lists, leaf.dtype)
                 return array[None] if alone else array
         except ValueError as error:
             raise BadRequest(f"`{where}`: lists of different lengths. {self._cure}", field) from error
 
     def _checked(self, array: NDArray[Any], leaf: Leaf, where: str, alone: bool) -> NDArray[Any]:
-        if array.dtype != leaf.dtype or array.shape[1:] != leaf.shape or not array.ndim:
+        fits = array.shape[1:] == leaf.shape
+        if self._layout.ragged and leaf.shape:
+            fits = array.ndim == len(leaf.shape) + 1 and array.shape[2:] == leaf.shape[1:]
+        if array.dtype != leaf.dtype or not fits or not array.ndim:
             found = list(array.shape[1:] if alone else array.shape)
             raise BadRequest(f"`{where}` is {array.dtype} {found}. {self._cure}", "x" if alone else "rows")
         if leaf.dtype in FLOATS and not np.isfinite(array).all():
@@ -123,7 +128,26 @@ class LayoutReader:
             raise BadRequest(f"arrays of {told} rows. Give each array as many rows.", "rows")
         if not 1 <= rows <= self._most:
             raise BadRequest(f"{rows} rows, and a request holds 1 to {self._most}. Send several requests.", "rows")
+        if self._layout.ragged and self._packed:
+            try:
+                leaves = full_leaves(leaves, self._layout, self._layout.pad_value, batch=True)
+            except RequestError as error:
+                raise BadRequest(f"{error}", "rows") from error
+        elif self._layout.ragged == "pad":
+            leaves = padded_leaves(leaves, self._layout, self._layout.pad_value, batch=True)
         return batch_payload(leaves, rows, self._layout, self._packed)
+
+    def _level(self, lists: Any, leaf: Leaf) -> Any:
+        """Rows of several lengths, as nested lists, filled up to the longest of the request."""
+        longest = max(map(len, lists), default=0)
+        filling = np.full(leaf.shape[1:], self._layout.pad_value, leaf.dtype).tolist()
+        return [[*row, *[filling] * (longest - len(row))] for row in lists]
+
+    def group_of(self, payload: Any) -> Hashable:
+        """What rows that share a batch with these have in common: None where that is so of all."""
+        if not self._layout.ragged or not isinstance(payload, RowBatch):
+            return None
+        return tuple(tuple(leaf.shape[1:]) for leaf in payload.leaves)
 
 
 def refuse_unwritable(layout: RowLayout) -> None:

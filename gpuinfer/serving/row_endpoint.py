@@ -21,7 +21,7 @@ from gpuinfer.api import ModelSpec, Result
 from gpuinfer.engine.results import CheckedResult
 from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.models import row_format
-from gpuinfer.models.row_format import BITS, MEDIA_TYPE, NotTensors, answer_to_body, rows_from_body
+from gpuinfer.models.row_format import BITS, MEDIA_TYPE, NotTensors, answer_to_body, is_tensors, rows_from_body
 from gpuinfer.serving.layout_reader import LayoutBody, LayoutReader, refuse_unwritable
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.request import RequestContext, encode, plain_headers
@@ -130,12 +130,18 @@ class EvaluateEndpoint:
         """In JSON or safetensors; the answer in the form of the question, unless `Accept` names the other."""
         kind, wanted = exchange.headers.get("content-type", ""), exchange.headers.get("accept", "")
         binary, alone, name = kind.startswith(MEDIA_TYPE), False, None
+        if not binary and is_tensors(exchange.body):
+            raise BadRequest(
+                f"the body is safetensors, and its Content-Type is {kind[:80] or 'not there'}. Send Content-Type: "
+                f"{MEDIA_TYPE}."
+            )
         if binary:
             block = self._reader.from_tensors(exchange.body)
         else:
             block, alone, name = await self._service.decoded(self._reader.from_json, exchange.body)
         self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
-        result = await self._session(block, rows=len(block), **session_arguments(asking))
+        group = self._reader.group_of(block) if isinstance(self._reader, LayoutReader) else None
+        result = await self._session(block, rows=len(block), group=group, **session_arguments(asking))
         if isinstance(result, CheckedResult):
             result = result.value
         if wanted.startswith(MEDIA_TYPE) or (binary and not wanted.startswith("application/json")):

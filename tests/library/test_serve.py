@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import re
 import subprocess
@@ -127,6 +128,41 @@ def test_tuples_in_tuples_by_their_places():
         assert ask(server, "/v1/evaluate", {"rows": rows}) == (200, {"outputs": {"0": [13, 27], "1": [4, 8]}})
         body = to_body({"0": np.ones((1, 2), np.float32), "1.0": np.array([5]), "1.1": np.ones((1, 2, 2), np.float32)})
         assert [part.tolist() for part in ask(server, "/v1/evaluate", body, TENSORS)[1]] == [[7], [4]]
+
+
+class Lengths(torch.nn.Module):
+    """The sum of a row, and how long it was in its batch."""
+
+    def forward(self, rows):
+        return {"sum": rows.sum(1), "length": torch.full((len(rows),), rows.shape[1])}
+
+
+def test_rows_of_several_lengths(masked):
+    ones = [[1.0] * length for length in (3, 5, 1)]
+    with gpuinfer.serve(Lengths(), example=torch.zeros(4), ragged="pad", threads=1) as server:
+        found = ask(server, "/v1/evaluate", {"rows": ones})[1]["outputs"]
+        assert found == {"sum": [3, 5, 1], "length": [6, 6, 6]}
+        assert ask(server, "/v1/evaluate", {"x": [1.0] * 9})[1]["y"] == {"sum": 9, "length": 12}
+        found = ask(server, "/v1/evaluate", tensors(rows=np.ones((2, 7), np.float32)), TENSORS)[1]
+        assert [part.tolist() for part in found.values()] in ([[7, 7], [8, 8]], [[8, 8], [7, 7]])
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            sent = [pool.submit(ask, server, "/v1/evaluate", {"x": [1.0] * length}) for length in range(1, 17)]
+            assert [one.result()[1]["y"]["sum"] for one in sent] == list(range(1, 17))
+        status, answer = ask(server, "/v1/evaluate", {"x": [[1.0]]})
+        assert (status, "A row of this model is float32 [4]" in answer["message"]) == (400, True)
+    with gpuinfer.serve(Lengths(), example=torch.zeros(4), ragged="group", threads=1) as server:
+        assert ask(server, "/v1/evaluate", {"x": [1.0] * 9})[1]["y"] == {"sum": 9, "length": 9}
+        assert ask(server, "/v1/evaluate", {"rows": [[1.0, 2.0]]})[1]["outputs"] == {"sum": [3], "length": [2]}
+        status, answer = ask(server, "/v1/evaluate", {"rows": ones})
+        assert (status, "lists of different lengths" in answer["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("kind", [None, "application/json", "application/octet-stream", "application/safetensors"])
+def test_safetensors_of_another_content_type_are_told_which_it_needs(images, kind):
+    headers = {} if kind is None else {"Content-Type": kind}
+    status, answer = ask(images, "/v1/evaluate", tensors(rows=np.zeros((1, *IMAGE), np.float32)), headers)
+    assert status == 400
+    assert answer["message"].endswith(f"Send Content-Type: {MEDIA_TYPE}.")
 
 
 BAD_IMAGES = [
