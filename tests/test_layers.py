@@ -213,6 +213,7 @@ FACADES: dict[str, set[str]] = {
         "language.list_trie",
         "language.list_walks",
         "language.tokenizer",
+        "language.transformers_tokenizer",
         "model",
         "model_listing",
         "multi_device",

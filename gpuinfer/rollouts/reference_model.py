@@ -160,12 +160,9 @@ def check_tokens(policy: ModelSpec, reference: ModelSpec) -> None:
 
     Reads both tokenizers: not for an event loop.
     """
-    from gpuinfer.text.checkpoint import open_checkpoint
-    from gpuinfer.text.language import open_language
+    from gpuinfer.text.language.transformers_tokenizer import open_model_language
 
-    ways = [
-        open_language(found.language, found.shape) for found in (open_checkpoint(spec) for spec in (policy, reference))
-    ]
+    ways = [open_model_language(spec) for spec in (policy, reference)]
     sizes = [way.vocabulary for way in ways]
     step = max(1, min(sizes) // PROBES)
     texts = [[way.decode([token], True) for token in range(0, min(sizes), step)] for way in ways]

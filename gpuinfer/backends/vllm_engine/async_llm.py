@@ -12,15 +12,19 @@ import sys
 import time
 import types
 from collections.abc import AsyncIterator, Callable, Mapping
-from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Lane
 from gpuinfer.backends.vllm_engine.engine_arguments import refuse_unknown
 from gpuinfer.backends.vllm_engine.list_constraints import processor_for
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter
-from gpuinfer.backends.vllm_engine.vllm_requests import VllmRequest
+from gpuinfer.backends.vllm_engine.vllm_requests import ServedModel, VllmRequest
 from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
+from gpuinfer.text.language.tokenizer import DEFAULT, WITH_TOOLS
+from gpuinfer.text.language.transformers_tokenizer import language_of, token_ids_of
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language import Language
 
 
 class VllmCounters:
@@ -115,10 +119,18 @@ class VllmCounters:
 USUAL = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",  # a model is a folder: nothing is looked for elsewhere
+    "HF_HUB_OFFLINE": "1",  # a model is a folder, or in the cache: nothing is looked for elsewhere
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # all cores compute
     "TORCHDYNAMO_DISABLE": "1",  # this process has threads, and lines that nobody may inherit
 }
+
+
+def prepare_environment() -> None:
+    """What vLLM and huggingface_hub read when they are imported, unless the user says otherwise."""
+    for name, value in USUAL.items():
+        os.environ.setdefault(name, value)
+
+
 TRIED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 1, "logprobs": 1, "prompt_logprobs": 0},
@@ -129,15 +141,17 @@ WAIT_S = 600.0  # for requests to the engine other than prompts
 class VllmEngine:
     """AsyncLLM. `dead`: why it answers no more."""
 
-    def __init__(self, llm: Any, counting: VllmCounters) -> None:
-        self._llm, self.counting = llm, counting
+    def __init__(self, llm: Any, counting: VllmCounters, positions: int) -> None:
+        self._llm, self.counting, self._positions = llm, counting, positions
         self._dead: BackendDied | None = None
 
     @classmethod
-    def open(cls, arguments: Mapping[str, Any], counting: VllmCounters) -> VllmEngine:
-        """Start the engine, on the event loop that will use it. Blocks. Raises `UsageError`, `BackendDied`."""
-        for name, value in USUAL.items():
-            os.environ.setdefault(name, value)
+    def open(cls, arguments: Mapping[str, Any], most: int, counting: VllmCounters) -> VllmEngine:
+        """Start the engine, on the event loop that will use it. Blocks. `most`: its `max_model_len`, where the
+        arguments do not say it and the model was made for as many.
+
+        Raises `UsageError` for a model or arguments that vLLM does not take, `BackendDied`.
+        """
         # Processes that vLLM spawns must not import the user's program: that costs seconds, and vLLM does not start in
         # a process that has imported Numba.
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -158,20 +172,48 @@ class VllmEngine:
                 pass
 
         refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        name, wanted = str(arguments["model"]), dict(arguments)
         try:
-            config = AsyncEngineArgs(**arguments).create_engine_config()
-            processors = find_spec("gpuinfer.backends.vllm_engine.processor_v1") is not None
-            if processors and not arguments["skip_tokenizer_init"] and not config.model_config.logits_processors:
+            model = AsyncEngineArgs(**wanted).create_model_config()
+        except Exception as error:
+            raise UsageError(f"vLLM does not serve '{name}': {_reason(error)}") from error
+        positions = int(model.max_model_len)
+        wanted.setdefault("max_model_len", min(positions, most))
+        try:
+            config = AsyncEngineArgs(**wanted).create_engine_config()
+            if not config.model_config.logits_processors:
                 config.model_config.logits_processors = [processor_for(config.use_v2_model_runner)]
         except Exception as error:
             raise UsageError(
-                f"vLLM does not take these engine arguments: {_line(error)} Correct that option."
+                f"vLLM does not take these engine arguments: {_reason(error)} Correct that option."
             ) from error
         try:
             llm = AsyncLLM.from_vllm_config(config, stat_loggers=[Logger], disable_log_stats=True)
         except Exception as error:
             raise BackendDied(f"the vLLM engine did not start: {_line(error)}") from error
-        return cls(llm, counting)
+        return cls(llm, counting, positions)
+
+    @property
+    def model(self) -> ServedModel:
+        """What prompts are checked against."""
+        config = self._llm.vllm_config.model_config
+        return ServedModel(str(config.hf_config.model_type), int(config.get_vocab_size()), self._positions)
+
+    def language(self) -> Language:
+        """By the tokenizer, the end tokens and the chat templates that vLLM has found. Raises `UsageError`."""
+        from vllm.renderers.hf import resolve_chat_template
+
+        config, tokenizer = self._llm.vllm_config.model_config, self._llm.get_tokenizer()
+        told = {**config.hf_text_config.to_dict(), **config.try_get_generation_config()}
+        written = {
+            kind: resolve_chat_template(tokenizer, None, tools, model_config=config)
+            for kind, tools in ((DEFAULT, None), (WITH_TOOLS, [{}]))
+        }
+        templates = {kind: template for kind, template in written.items() if template is not None}
+        beginning = next(iter(token_ids_of(told.get("bos_token_id"))), None)
+        return language_of(
+            tokenizer, int(config.get_vocab_size()), token_ids_of(told.get("eos_token_id")), beginning, templates
+        )
 
     @property
     def rows(self) -> int:
@@ -291,8 +333,26 @@ def _lora(one: VllmAdapter) -> Any:
     return LoRARequest(one.called, one.number, one.folder)
 
 
+def _reason(error: BaseException) -> str:
+    """What vLLM says of arguments, without pydantic's frame and the rest of a long list."""
+    text = str(error).partition("Value error, ")[2] or str(error)
+    text = " ".join(text.partition(" [type=")[0].split())
+    if "trust_remote_code" in text:
+        return "it needs code that comes with the checkpoint. Where you trust that, give --trust-remote-code."
+    if isinstance(error, FileNotFoundError):  # huggingface_hub's, of its cache
+        return (
+            "there is no such folder, and it is not in the cache of Hugging Face either. Download it first, or correct "
+            "the name."
+        )
+    text = text.partition(" Supported architectures:")[0]
+    return _stopped(text[:400] or type(error).__name__)
+
+
 def _line(error: BaseException) -> str:
     """The first line of what it says, with a stop at its end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:3])[:400] or type(error).__name__
+    return _stopped(" ".join(lines[:3])[:400] or type(error).__name__)
+
+
+def _stopped(text: str) -> str:
     return text if text.endswith(".") else f"{text}."

@@ -15,7 +15,7 @@ from typing import Any, cast
 from gpuinfer.api import Event, Limits, Request, Setup
 from gpuinfer.backends.vllm_engine.async_llm import VllmCounters
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
-from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer, VllmRequest
+from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer, ServedModel, VllmRequest
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, QueueFull, UsageError
 from gpuinfer.http.client import ClientError, ConnectionBroken, HttpClient, RequestTimedOut, Unreachable
 from gpuinfer.stats import Snapshot
@@ -256,16 +256,15 @@ class EndpointModel:
         if spec is None or spec.kind != "text":
             raise UsageError("the backend 'vllm' serves models of text, and this run has none. Use another --backend.")
         from gpuinfer.backends.vllm_engine.vllm_driver import VllmDriver
-        from gpuinfer.text.checkpoint import open_checkpoint
-        from gpuinfer.text.language import open_language
+        from gpuinfer.text.language.transformers_tokenizer import open_model_language
         from gpuinfer.text.model import TextModel
 
         await endpoint.open(name)
-        checkpoint = await asyncio.to_thread(open_checkpoint, spec)
-        language = await asyncio.to_thread(open_language, checkpoint.language, checkpoint.shape)
+        language = await asyncio.to_thread(open_model_language, spec)
         length = endpoint.length - 1
         facts = {"model": endpoint.name, "endpoint": endpoint.url, "slots": endpoint.rows, "context": length}
-        prompts = PromptPreparer(language, checkpoint.shape, endpoint.rows, length, facts, True, processed)
+        model = ServedModel(endpoint.name, language.vocabulary, endpoint.length)
+        prompts = PromptPreparer(language, model, endpoint.rows, length, facts, processed)
         adapters = VllmAdapters(endpoint.load, endpoint.unload, most)
         for other in endpoint.others:
             adapters.found(other)

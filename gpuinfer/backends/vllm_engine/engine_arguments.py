@@ -40,12 +40,12 @@ CONTEXT = 4096  # tokens of prompt and answer, where nobody says otherwise and t
 LORAS = 4
 OURS = {
     "model": "name it with --model",
-    "tokenizer": "it lies in the model's folder",
+    "tokenizer": "it lies with the model",
     "served_model_name": "clients know the model by the run's name for it",
     "seed": "give --seed",
     "dtype": "give --dtype",
     "trust_remote_code": "give --trust-remote-code",
-    "skip_tokenizer_init": "it follows from the model's folder",
+    "skip_tokenizer_init": "prompts and answers need the tokenizer",
     "generation_config": "what a request does not say is gpuinfer's default, the same for all backends",
     "logits_processors": "gpuinfer puts its own there",
     "worker_extension_cls": "gpuinfer puts its own there",
@@ -89,13 +89,18 @@ class EngineOptions(api.Options):
     engine_args: dict[str, Any] = Field({}, description='any other of vLLM\'s, as JSON: {"optimization_level": 0}')
 
 
-def engine_arguments(
-    own: EngineOptions, setup: Setup, folder: str, *, tokenizer: bool, on_cpu: bool, adapters: int, positions: int
-) -> dict[str, Any]:
+def most_positions(setup: Setup) -> int:
+    """The `max_model_len` of an engine whose options do not say it, for a model that was made for as many: one more
+    than the context, as vLLM keeps one for a token even where none is to be drawn.
+    """
+    given: Mapping[str, Any] = {} if setup.model is None else setup.model.arguments
+    return int(given.get("context") or CONTEXT) + 1
+
+
+def engine_arguments(own: EngineOptions, setup: Setup, model: str, *, on_cpu: bool, adapters: int) -> dict[str, Any]:
     """What `AsyncEngineArgs` is made of, as far as anything but its own defaults is wanted.
 
-    `adapters`: versions of LoRA adapters that are to be loaded at once. `positions`: what the model was made for. One
-    more than the context is asked for, as vLLM keeps one for a token even where none is to be drawn.
+    `model`: as vLLM knows it. `adapters`: versions of LoRA adapters that are to be loaded at once.
     """
     given: Mapping[str, Any] = {} if setup.model is None else setup.model.arguments
     for name in own.engine_args:
@@ -109,16 +114,15 @@ def engine_arguments(
             "answers here are. Leave -B enable_chunked_prefill out."
         )
     arguments: dict[str, Any] = {
-        "model": folder,
+        "model": model,
+        "runner": "generate",
         "seed": setup.seed,
         "dtype": setup.dtype,
         "trust_remote_code": bool(given.get("trust_remote_code")),
-        "skip_tokenizer_init": not tokenizer,
         "generation_config": "vllm",
         "structured_outputs_config": {"backend": "guidance"},
         "worker_extension_cls": "gpuinfer.backends.vllm_engine.worker_extension.WorkerExtension",
         "max_num_seqs": given.get("slots") or (64 if on_cpu else None),
-        "max_model_len": min(positions, (given.get("context") or CONTEXT) + 1),
         "max_num_batched_tokens": None if on_cpu else given.get("step_tokens"),  # there whole prompts must fit
         "enable_chunked_prefill": False if on_cpu else None,
         "enforce_eager": True if on_cpu else None,

@@ -1,23 +1,24 @@
 """The backend in the engine's process: `central.server_process` opens it, and its event loop asks it.
 
-vLLM reads a model as a Hugging Face folder only, which is found or written here.
+The model's files, tokenizer and sizes are read by vLLM alone, so that it serves what our own reader does not know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result
-from gpuinfer.backends.vllm_engine.async_llm import VllmCounters, VllmEngine
-from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments
+from gpuinfer.backends.vllm_engine.async_llm import VllmCounters, VllmEngine, prepare_environment
+from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments, most_positions
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
 from gpuinfer.errors import UsageError
 from gpuinfer.text.text_options import (
@@ -28,26 +29,31 @@ from gpuinfer.text.text_options import (
     MOST_ADAPTERS,
     AdapterFolders,
     adapter_folders_given,
+    path_kind,
 )
 
-TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+if TYPE_CHECKING:
+    from gpuinfer.text.checkpoint import Checkpoint
+
+log = logging.getLogger("gpuinfer")
 
 
-def folder_of(spec: ModelSpec, room: Path) -> Path:
-    """The model's own folder, or one that is written into `room`: of "tiny", and of a model in training.
+def model_for_vllm(spec: ModelSpec, room: Path) -> tuple[str, Checkpoint | None]:
+    """What vLLM finds the model by: the folder, file or name of a hub that was given. A model that our reader alone
+    knows, "tiny" or one in training, is written into a folder in `room`, and comes with its checkpoint.
 
-    Raises `UsageError` for a model that vLLM cannot be given.
+    Raises `UsageError` for a diffusion model, and for one that cannot be written as a Hugging Face folder.
     """
-    from gpuinfer.text.checkpoint import open_checkpoint, save_folder
+    from gpuinfer.text.checkpoint import BUILT_IN, masked_family_in, open_checkpoint, save_folder
 
+    path, kind = path_kind(spec.name)
+    ours = spec.name in BUILT_IN and kind != "folder"
+    if spec.weights is None and not ours and path.suffix not in (".pt", ".pth"):
+        if kind == "folder":
+            refuse_diffusion(spec.name, masked_family_in(path))
+        return spec.name if kind == "nothing" else str(path.resolve()), None
     checkpoint = open_checkpoint(spec)
-    if checkpoint.shape.masking is not None:
-        raise UsageError(
-            f"the backend 'vllm' goes from left to right, and '{spec.name}' is a diffusion model "
-            f"({checkpoint.shape.family}). Use the backend inprocess."
-        )
-    if checkpoint.folder is not None and spec.weights is None:
-        return checkpoint.folder.resolve()
+    refuse_diffusion(spec.name, None if checkpoint.shape.masking is None else checkpoint.shape.family)
     if checkpoint.shape.family in ("null", "nanogpt"):
         raise UsageError(
             f"the backend 'vllm' cannot serve '{spec.name}', which is no Hugging Face folder. "
@@ -57,11 +63,15 @@ def folder_of(spec: ModelSpec, room: Path) -> Path:
     save_folder(checkpoint, to)
     if checkpoint.language.bytes:
         write_bytes_tokenizer(to, checkpoint.shape.vocabulary, checkpoint.shape.end_tokens[0])
-    return to
+    return str(to), checkpoint
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER)
+def refuse_diffusion(name: str, family: str | None) -> None:
+    if family is not None:
+        raise UsageError(
+            f"the backend 'vllm' goes from left to right, and '{name}' is a diffusion model ({family}). Use the "
+            "backend inprocess."
+        )
 
 
 def write_bytes_tokenizer(folder: Path, vocabulary: int, end: int) -> None:
@@ -102,37 +112,33 @@ class VllmTextBackend(Backend):
         """Open the model's language, start vLLM, load the adapters."""
         from gpuinfer.backends.vllm_engine.vllm_driver import VllmDriver
         from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer
-        from gpuinfer.text.checkpoint import open_checkpoint
         from gpuinfer.text.language import open_language
         from gpuinfer.text.model import TextModel
 
         own, spec = self.options, self.setup.model
         if spec is None:
             raise UsageError("vLLM serves a model, and none was named. Name one.")
-        room = Path(own.room)
         adapters = adapter_folders_given(own.adapters, spec.arguments)
-        self._checkpoint = checkpoint = open_checkpoint(spec)
-        folder = folder_of(spec, room)
-        tokenizer = has_tokenizer(folder)
+        prepare_environment()
+        name, self._checkpoint = model_for_vllm(spec, Path(own.room))
         arguments = engine_arguments(
             own,
             self.setup,
-            str(folder),
-            tokenizer=tokenizer,
+            name,
             on_cpu=own.on_cpu,
             adapters=own.max_adapters if adapters or own.enable_lora else 0,
-            positions=checkpoint.shape.positions,
         )
         counting = VllmCounters()
-        self._engine = VllmEngine.open(arguments, counting)
-        language = open_language(checkpoint.language, checkpoint.shape)
+        self._engine = engine = VllmEngine.open(arguments, most_positions(self.setup), counting)
+        if self._checkpoint is None:
+            language = engine.language()
+        else:
+            language = open_language(self._checkpoint.language, self._checkpoint.shape)
         device = str(import_module("vllm.platforms").current_platform.get_device_name(0))
-        facts = {"model": checkpoint.name, "device": device, **self._engine.facts}
-        length = self._engine.length - 1  # it draws a token also where none is asked for
+        length = engine.length - 1  # it draws a token also where none is asked for
+        facts = {"model": spec.name, "device": device, **engine.facts, "context": length}
         processed = arguments["logprobs_mode"] == "processed_logprobs"
-        prompts = PromptPreparer(
-            language, checkpoint.shape, self._engine.rows, length, {**facts, "context": length}, tokenizer, processed
-        )
+        prompts = PromptPreparer(language, engine.model, engine.rows, length, facts, processed)
         self._adapters = VllmAdapters(self._load, self._engine.unload, own.max_adapters)
         self._driver = VllmDriver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
         self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": device})
@@ -177,11 +183,23 @@ class VllmTextBackend(Backend):
         return self._adapters.names
 
     async def _load(self, one: VllmAdapter) -> None:
-        """Checked as our own engine checks it: vLLM takes one of another shape without a word."""
+        await asyncio.to_thread(self._check_adapter, one.folder)
+        await self._engine.load(one)
+
+    def _check_adapter(self, folder: str) -> None:
+        """As our own engine checks it, of a model that our reader knows: vLLM takes an adapter of another shape without
+        a word. Raises `UsageError`.
+        """
+        from gpuinfer.text.checkpoint import open_checkpoint
         from gpuinfer.text.checkpoint.peft_adapter import read_adapter
 
-        await asyncio.to_thread(read_adapter, self._checkpoint, one.folder)
-        await self._engine.load(one)
+        if self._checkpoint is None and self.setup.model is not None:
+            try:
+                self._checkpoint = open_checkpoint(self.setup.model)
+            except UsageError:
+                log.warning("the adapter in %s goes to vLLM unchecked: only it reads this model.", folder)
+                return
+        read_adapter(cast(Any, self._checkpoint), folder)
 
     def device(self) -> Mapping[str, Any]:
         if not hasattr(self, "_text"):

@@ -5,8 +5,7 @@ the masks on its logits, for both interfaces of logits processors. Nothing is op
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from gpuinfer.text.language.detokenizer import Codec
     from gpuinfer.text.language.list_trie import Tries
     from gpuinfer.text.language.list_walks import ListedMatcher, ListRules, ListWalks
 
@@ -114,10 +114,10 @@ def validate_list(params: Any) -> None:
 
 
 class ListedRows:
-    """The states of `count` rows, each of a request with a list, or free."""
+    """The states of `count` rows, each of a request with a list, or free. `open_codec` is called for the first list."""
 
-    def __init__(self, folder: str, family: str, vocabulary: int, count: int) -> None:
-        self._folder, self._family, self._vocabulary, self._count = Path(folder), family, vocabulary, count
+    def __init__(self, open_codec: Callable[[], Codec], vocabulary: int, count: int) -> None:
+        self._open_codec, self._vocabulary, self._count = open_codec, vocabulary, count
         self._tries: Tries | None = None
         self._walks: ListWalks | None = None
         self._ends: list[Sequence[int]] = [()] * count
@@ -125,9 +125,17 @@ class ListedRows:
 
     @classmethod
     def of(cls, config: Any, count: int) -> ListedRows:
-        """Rows for a `VllmConfig`."""
+        """Rows for a `VllmConfig`, with the tokenizer that vLLM has for it."""
         model = config.model_config
-        return cls(str(model.tokenizer), str(model.hf_config.model_type), int(model.get_vocab_size()), count)
+
+        def open_codec() -> Codec:
+            from vllm.tokenizers import cached_tokenizer_from_config
+
+            from gpuinfer.text.language.transformers_tokenizer import transformers_codec
+
+            return transformers_codec(cached_tokenizer_from_config(model))
+
+        return cls(open_codec, int(model.get_vocab_size()), count)
 
     def begin(self, row: int, params: Any) -> bool:
         """Assign the row to a request. Whether the request has a valid list."""
@@ -201,9 +209,7 @@ class ListedRows:
     def _matcher(self, listed: Listed) -> ListedMatcher:
         from gpuinfer.text.language.list_trie import Tries
         from gpuinfer.text.language.list_walks import ListedMatcher
-        from gpuinfer.text.language.tokenizer import open_subwords, read_settings
 
         if self._tries is None:
-            codec = open_subwords(self._folder, self._family, read_settings(self._folder))
-            self._tries = Tries(codec, self._vocabulary)
+            self._tries = Tries(self._open_codec(), self._vocabulary)
         return ListedMatcher(self._tries.token_bytes(), self._tries.trie(listed))

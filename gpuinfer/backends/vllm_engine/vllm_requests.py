@@ -20,7 +20,6 @@ from gpuinfer.text.generator.prompts import Prepared, prepare, unmasking_field
 from gpuinfer.text.language.grammar import constraint_key, grammar_of
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.sampling import check_sampling
-from gpuinfer.text.transformer import Shape
 
 HOTTEST, COLDEST = 2.0, 0.01  # temperatures that vLLM takes; a lower one, but for 0, it would raise to that
 SEEDS = 1 << 62
@@ -134,10 +133,20 @@ class VllmPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What vLLM says of a model that it serves, as far as prompts are checked against it."""
+
+    family: str
+    vocabulary: int
+    positions: int  # the longest context it was made for
+    masking: None = None  # it goes from left to right
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLimits:
     """What an engine holds at most. vLLM makes rows wait for its own pages: ours never refuse one."""
 
-    shape: Shape
+    shape: ServedModel
     slots: int
     length: int
     pages: int = sys.maxsize
@@ -149,17 +158,15 @@ class PromptPreparer:
     def __init__(
         self,
         language: Language,
-        shape: Shape,
+        model: ServedModel,
         slots: int,
         length: int,
         facts: Mapping[str, Any],
-        constrains: bool,
         processed: bool = True,
     ) -> None:
-        self._processed = processed
+        self._language, self._processed = language, processed
         self.slots, self.facts = slots, facts
-        self._language, self._constrains = language, constrains
-        self._limits = EngineLimits(shape, slots, length)
+        self._limits = EngineLimits(model, slots, length)
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
@@ -177,10 +184,6 @@ class PromptPreparer:
                 drawing = structs.replace(sampling, max_tokens=max(1, sampling.max_tokens))
                 check_sampling(drawing, self._limits.shape.vocabulary)
                 check_vllm_sampling(sampling, bool(prepared.begun), self._processed)
-                if constraint is not None and not self._constrains:
-                    raise BadPrompt(
-                        "vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder."
-                    )
                 grammar = None if constraint is None or listed is not None else grammar_of(constraint_key(constraint))
             except BadPrompt as error:
                 found.append(error)

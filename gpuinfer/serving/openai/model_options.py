@@ -373,7 +373,11 @@ def check_with_model(spec: ModelSpec, wanted: Sampling) -> None:
         raise UsageError(str(error)) from error
     if not (wanted.constraint or wanted.stop_token_ids):  # the rest has its limits whatever the model
         return
-    language, name = open_language(checkpoint.language, checkpoint.shape), "stop_token_ids"
+    try:
+        language, name = open_language(checkpoint.language, checkpoint.shape), "stop_token_ids"
+    except UsageError as error:
+        log.info("--stop-token-ids and constraints are not checked for %s: %s", spec.name, error)
+        return
     try:
         check_sampling(wanted, language.vocabulary)
         if wanted.constraint is not None:

@@ -372,12 +372,12 @@ ENCODERS = {
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet"),
     *("nomic_bert", "roberta", "xlm-roberta"),
 }
-ANOTHER_PROGRAM = "Serve it with a program that does, such as vLLM's own server (`vllm serve`)."
+ANOTHER_PROGRAM = "Serve it with --backend vllm, if vLLM serves it: docs/vllm.md."
 
 
 def elsewhere(what: str) -> UsageError:
-    """The error for a model that no backend runs: its folder is read here for every backend."""
-    return UsageError(f"{what}, which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}")
+    """The error for a model that our own decoders do not run. The backend vllm does not read the folder here."""
+    return UsageError(f"{what}, which gpuinfer's own decoders do not run. {ANOTHER_PROGRAM}")
 
 
 def no_generator(what: str) -> UsageError:
@@ -457,6 +457,17 @@ def _masked_family(config: ConfigFields) -> str | None:
         )
     quantisation_of(config)
     return family
+
+
+def masked_family_in(folder: Path) -> str | None:
+    """The family of the masked diffusion model in a folder, by the architecture that its config.json names; None: it is
+    no such model, or its config.json cannot be read.
+    """
+    try:
+        architectures = ConfigFields(read_json(folder / "config.json"), "config.json").texts("architectures")
+    except UsageError:
+        return None
+    return next((family for family, one in MASKED.items() if one.architecture in architectures), None)
 
 
 DEQUANTISED = ("gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes")

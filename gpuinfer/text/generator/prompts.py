@@ -28,12 +28,25 @@ from gpuinfer.text.generator.page_pool import Ints, PrefixNode, pages_for
 from gpuinfer.text.language import IncrementalDetokenizer, Language
 from gpuinfer.text.language.list_walks import ListedMatcher
 from gpuinfer.text.sampling import check_sampling
-from gpuinfer.text.transformer import PAGE, Shape
+from gpuinfer.text.transformer import PAGE, Masking
 
 NAMES = {"options": "decoder_options"}  # of fields that are called otherwise in a request
 
 
-def refuse_masks(sampling: Sampling, shape: Shape) -> None:
+class PromptShape(Protocol):
+    """What prompts are checked against of a model: our own shape of it, or what another engine says."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def positions(self) -> int: ...  # the longest context it was made for
+    @property
+    def masking(self) -> Masking | None: ...
+
+
+def refuse_masks(sampling: Sampling, shape: PromptShape) -> None:
     """Raises `BadPrompt`, which names the field, for options of unmasking where the model has no masks."""
     if sampling.unmasking is None or shape.masking is not None:
         return
@@ -79,7 +92,7 @@ class PromptLimits(Protocol):
     """A decoder's sizes, against which a prompt is checked."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> PromptShape: ...
     @property
     def slots(self) -> int: ...
     @property

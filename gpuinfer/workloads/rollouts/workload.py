@@ -216,12 +216,9 @@ class Rollouts(Workload):
         return Speaker(other, stage.chats[opponent.model], sampling, opponent.name, trainable=False)
 
     def _chat(self, spec: ModelSpec) -> ChatEncoder:
-        from gpuinfer.text.checkpoint import open_checkpoint
-        from gpuinfer.text.language import open_language
+        from gpuinfer.text.language.transformers_tokenizer import open_model_language
 
-        checkpoint = open_checkpoint(spec)
-        language = open_language(checkpoint.language, checkpoint.shape)
-        return ChatEncoder(language, self.rendering, plain=self.options.plain)
+        return ChatEncoder(open_model_language(spec), self.rendering, plain=self.options.plain)
 
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides what is played: a record is gone on with by a run with the same alone."""
