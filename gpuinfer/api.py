@@ -282,6 +282,7 @@ class Backend(Plugin, ABC):
     serves: ClassVar[Sequence[ModelKind]] = ("rows",)  # the kinds of model whose payloads it answers
     several_devices: ClassVar[bool] = False  # whether more than one of `Setup.devices` may be given
     remote_code: ClassVar[bool] = False  # whether it runs code that comes with a checkpoint, where a user says so
+    finds_models: ClassVar[bool] = False  # whether it looks for a model of text itself, where no folder has its name
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
     notices: Sequence[str] = ()  # what the user should know before the run: each is shown once
 

@@ -33,6 +33,7 @@ OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/installer.py")  # wr
 WHERE_INSTALLED = {
     ("vllm", "text/checkpoint/config_keys.py"),
     ("vllm", "serving/openai/model_options.py"),
+    ("vllm", "cli/building.py"),
 }  # said only then, or as such
 OF_NEW_PACKAGES = {("config/packages/template.py", "share")}  # the strategy that is written has it
 FLAG = re.compile(r"(?<![\w/.-])--([a-z][a-z-]*[a-z])")

@@ -6,6 +6,7 @@ Whether vLLM is installed, in a version that we know, is checked here.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import tempfile
@@ -36,6 +37,8 @@ from gpuinfer.text.text_options import (
     AdapterFolders,
     TorchModelOptions,
     adapter_folders_given,
+    path_kind,
+    refuse_absent,
 )
 
 SUPPORTED = ((0, 32), (0, 33))  # versions that our tests and guards know
@@ -117,7 +120,7 @@ class Vllm(VllmRemote):
         log: Path | None = Field(None, description="file for all that vLLM prints; default one for the run")
 
     options: Options
-    several_devices, remote_code = True, True
+    several_devices, remote_code, finds_models = True, True, True
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
@@ -152,6 +155,19 @@ class Vllm(VllmRemote):
     @classmethod
     def missing(cls) -> str | None:
         return why_not_installed()
+
+    async def check(self) -> None:
+        """A model that vLLM would look for in vain: it looks into folders and the local cache alone, unless its
+        environment says otherwise.
+        """
+        spec = self.setup.model
+        if spec is None or spec.kind != "text" or spec.weights is not None or "://" in spec.name:
+            return
+        online = os.environ.get("HF_HUB_OFFLINE", "1").upper() in ("0", "NO", "FALSE", "OFF")
+        if not (online or "VLLM_USE_MODELSCOPE" in os.environ) and path_kind(spec.name)[1] == "nothing":
+            from gpuinfer.text.checkpoint import BUILT_IN
+
+            refuse_absent(spec.name, BUILT_IN)
 
     async def start(self, context: BackendContext) -> None:
         """Start the engine and wait until it serves. Raises `UsageError` without vLLM, or for a model that it cannot

@@ -113,8 +113,8 @@ def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend,
         )
     if setup.model is not None and setup.model.arguments.get("trust_remote_code") and not serving.remote_code:
         raise UsageError(
-            "--trust-remote-code: code that comes with a checkpoint is never run here. Leave the flag out; a folder "
-            "that asks for such code (auto_map) is for another program."
+            "--trust-remote-code: code that comes with a checkpoint is never run here. Leave the flag out, or have "
+            "vLLM run it: --backend vllm."
         )
     if not serving.several_devices:
         setup.device  # noqa: B018  raises for several

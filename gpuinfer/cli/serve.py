@@ -224,6 +224,7 @@ def execute(values: Mapping[str, Any]) -> int:
     """Serve until a signal comes. The exit code: 3 when requests were broken off."""
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.config import registry
     from gpuinfer.config.options import check
     from gpuinfer.http.http_exchange import JsonLogFormatter
 
@@ -239,9 +240,10 @@ def execute(values: Mapping[str, Any]) -> int:
     _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
     if own.launcher in (None, "local"):  # elsewhere other files may be there
+        finds = registry.load("backends", described.backend).finds_models
         for name, model in described.models:
             with described.naming(name):
-                check_models_exist(model)
+                check_models_exist(model, finds)
     backend, strategy = described.plugins()
     as_json = own.log_format == "json"
     log_to_people(max(merged.common.verbose, as_json), JsonLogFormatter() if as_json else None)

@@ -176,7 +176,8 @@ class LLM(SessionFigures):
         self._backend, self._used_strategy = self._made()
         if own.trust_remote_code and not type(self._backend).remote_code:
             raise UsageError("trust_remote_code: code that comes with a checkpoint is never run here. Leave it out.")
-        if place is not None and place not in TEXT_MODELS and not os.path.exists(place) and backend not in ELSEWHERE:
+        absent = place is not None and place not in TEXT_MODELS and not os.path.exists(place)
+        if absent and backend not in ELSEWHERE and not type(self._backend).finds_models:
             from gpuinfer.text.checkpoint import open_checkpoint  # it says what to do
 
             with in_python_words():

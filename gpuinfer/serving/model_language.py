@@ -26,16 +26,14 @@ class ModelLanguage:
         """It may take a second: not for an event loop's thread. Raises `UsageError` where only the backend can read the
         model.
         """
-        from gpuinfer.text.checkpoint import open_checkpoint
-        from gpuinfer.text.language import open_language
+        from gpuinfer.text.language.transformers_tokenizer import open_model_language
 
         with self._lock:
             if self._language is None:
                 try:
-                    checkpoint = open_checkpoint(self._spec)
+                    self._language = open_model_language(self._spec)
                 except UsageError as error:
                     raise UsageError(f"texts cannot be tokenized here: {error} Give token ids.") from error
-                self._language = open_language(checkpoint.language, checkpoint.shape)
             return self._language
 
     async def opened(self) -> Language:

@@ -279,15 +279,15 @@ def default_unmasking(own: ServeOptions, spec: ModelSpec) -> Unmasking | None:
     return wanted
 
 
-def check_models_exist(spec: ModelSpec) -> None:
+def check_models_exist(spec: ModelSpec, finds_models: bool = False) -> None:
     """Raises `UsageError` for one that is not there, by name and by weights' file. Nothing of it is read, and nothing
-    heavy is imported.
+    heavy is imported. `finds_models`: as the backend says of models of text.
     """
     if spec.weights is not None and not Path(spec.weights).exists():
         raise UsageError(f"no weights file {spec.weights}. Check --weights.")
     if ":" in spec.name and spec.kind == "rows":
         import_paths.refuse_absent_module(spec.name)
-    elif spec.kind == "text" and spec.weights is None:
+    elif spec.kind == "text" and spec.weights is None and not finds_models:
         text_options.refuse_absent(spec.name, TEXT_MODELS)
 
 

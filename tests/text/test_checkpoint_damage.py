@@ -89,7 +89,7 @@ def test_code_of_a_tokenizer_s_own_is_refused_but_for_dream_not_needed(folder, t
     evil = {"auto_map": {"AutoTokenizer": ["evil.py", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(evil))
     message = refusal(folder)
-    assert "(auto_map), which is refused with every backend." in message
+    assert "(auto_map), which gpuinfer's own decoders never do." in message
     assert f"remove auto_map from {folder / 'tokenizer_config.json'}" in message
     dream = copy_of(tiny_diffusion("dream"), tmp_path / "dream")
     path = dream / "tokenizer_config.json"

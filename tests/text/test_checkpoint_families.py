@@ -248,7 +248,7 @@ def test_healthy_models_and_what_transformers_writes_pass():
         assert shape_of({**LLAMA, **more}) == shape_of(LLAMA)
 
 
-ELSEWHERE = f"which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}"
+ELSEWHERE = f"which gpuinfer's own decoders do not run. {ANOTHER_PROGRAM}"
 REFUSED = {  # by how the message ends: family, changes, what it names
     ELSEWHERE: [
     ("llama", {"model_type": "mixtral"}, "mixtral"),
@@ -294,7 +294,7 @@ REFUSED = {  # by how the message ends: family, changes, what it names
     ("sdar", {"qk_layernorm": True}, "qk_layernorm"),
     ],
     ".": [
-    ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "which is refused with every backend. If you"),
+    ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "gpuinfer's own decoders never do. If you"),
     ("llada", {"embedding_size": 100}, "'embedding_size' is 100, not 384 or more"),
     ("llada", {"multi_query_attention": True}, "'n_kv_heads' is 2, not 1"),
     ("llada", {"n_kv_heads": 3}, "a divisor of 4 heads"),

@@ -16,7 +16,7 @@ from ports import free_port
 from vllm_held import Held
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.backends.vllm_engine.engine_process import folder_of
+from gpuinfer.backends.vllm_engine.engine_process import model_for_vllm
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Part, Prompt, Sampling
 
@@ -28,7 +28,7 @@ GREEDY = Sampling(max_tokens=16, temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory) -> Iterator[Held]:
     room = tmp_path_factory.mktemp("served")
-    folder = folder_of(ModelSpec("tiny", kind="text"), room)
+    folder, _ = model_for_vllm(ModelSpec("tiny", kind="text"), room)
     port = free_port()
     told = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -37,7 +37,7 @@ def asked(tmp_path_factory) -> Iterator[Held]:
         "VLLM_NO_USAGE_STATS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", "float32"]
     more = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--enable-lora", "--served-model-name", "it"]
     more += ["--enable-prompt-tokens-details", "--max-lora-rank", "8"]
     with open(room / "log", "wb") as log:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from peft import adapter
 from vllm_held import CLOSE, SECONDS, own, scored
 
 from gpuinfer.api import ModelSpec, Request
-from gpuinfer.backends.vllm_engine.engine_process import folder_of
+from gpuinfer.backends.vllm_engine.engine_process import model_for_vllm
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Generation, Listed, Part, Prompt, Sampling
 
@@ -227,7 +228,7 @@ def test_other_weights_answer_from_the_update_on_and_old_caches_serve_nobody(hel
     from safetensors.torch import load_file, save_file
 
     prompt = Prompt(text="the same beginning of every prompt " * 8, sampling=GREEDY)
-    first = folder_of(ModelSpec("tiny", kind="text"), tmp_path)
+    first = Path(model_for_vllm(ModelSpec("tiny", kind="text"), tmp_path)[0])
     other = tmp_path / "other"
     shutil.copytree(first, other)
     weights = load_file(other / "model.safetensors")

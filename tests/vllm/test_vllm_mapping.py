@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -11,8 +13,13 @@ from pydantic import ValidationError
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends import vllm
-from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments, refuse_unknown
-from gpuinfer.backends.vllm_engine.engine_process import folder_of, has_tokenizer
+from gpuinfer.backends.vllm_engine.engine_arguments import (
+    EngineOptions,
+    engine_arguments,
+    most_positions,
+    refuse_unknown,
+)
+from gpuinfer.backends.vllm_engine.engine_process import model_for_vllm
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
 from gpuinfer.backends.vllm_engine.vllm_requests import check_vllm_sampling, is_plain, sampling_parameters, vllm_seed
 from gpuinfer.config import registry
@@ -51,7 +58,7 @@ def test_a_version_that_is_not_supported_is_named_with_those_that_are(monkeypatc
 
 def arguments_of(setup: Setup = TINY, on_cpu: bool = True, **options: object) -> dict[str, object]:
     own = EngineOptions(**options)
-    return engine_arguments(own, setup, "/model", tokenizer=True, on_cpu=on_cpu, adapters=4, positions=2048)
+    return engine_arguments(own, setup, "/model", on_cpu=on_cpu, adapters=4)
 
 
 def test_options_and_the_model_become_engine_arguments_under_vllms_names():
@@ -60,7 +67,7 @@ def test_options_and_the_model_become_engine_arguments_under_vllms_names():
     assert (made["enable_prefix_caching"], made["model"], "quantization" in made) == (False, "/model", False)
     setup = Setup(ModelSpec("tiny", kind="text", arguments={"slots": 3, "context": 99}), seed=5)
     made = arguments_of(setup)
-    assert (made["max_num_seqs"], made["max_model_len"], made["seed"]) == (3, 100, 5)
+    assert (made["max_num_seqs"], made["seed"], most_positions(setup), most_positions(TINY)) == (3, 5, 100, 4097)
     assert arguments_of(setup, max_num_seqs=9)["max_num_seqs"] == 9
     devices = Setup(ModelSpec("tiny", kind="text"), devices=("cuda:0", "cuda:1"))
     assert arguments_of(devices, on_cpu=False)["tensor_parallel_size"] == 2
@@ -198,16 +205,52 @@ def test_a_name_that_no_prompt_could_ask_for_is_refused(name):
         asyncio.run(Told().adapters.add(name, "v1", "a"))
 
 
-def test_a_model_is_a_folder_with_a_tokenizer_or_refused_with_another_way(tmp_path):
+def test_a_model_that_our_reader_alone_knows_is_written_with_a_tokenizer_or_refused_with_another_way(tmp_path):
     from tokenizers import Tokenizer
 
-    made = folder_of(ModelSpec("tiny", kind="text"), tmp_path)
-    assert has_tokenizer(made)
-    tokenizer, text = Tokenizer.from_file(str(made / "tokenizer.json")), "Zürich, 1\n\t東"
+    made, checkpoint = model_for_vllm(ModelSpec("tiny", kind="text"), tmp_path)
+    assert checkpoint is not None
+    tokenizer, text = Tokenizer.from_file(f"{made}/tokenizer.json"), "Zürich, 1\n\t東"
     assert tokenizer.encode(text).ids == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
-    assert json.loads((made / "config.json").read_text())["vocab_size"] == 1024
+    assert json.loads((tmp_path / "model/config.json").read_text())["vocab_size"] == 1024
     with pytest.raises(UsageError, match="'null', which is no Hugging Face folder"):
-        folder_of(ModelSpec("null", kind="text"), tmp_path)
+        model_for_vllm(ModelSpec("null", kind="text"), tmp_path)
     with pytest.raises(UsageError, match="goes from left to right, and 'tiny-llada' is a diffusion model"):
-        folder_of(ModelSpec("tiny-llada", kind="text"), tmp_path)
+        model_for_vllm(ModelSpec("tiny-llada", kind="text"), tmp_path)
+
+
+def test_any_other_model_goes_to_vllm_as_it_is_named_and_nobody_here_reads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("unknown").mkdir()
+    Path("unknown/config.json").write_text('{"model_type": "not yet known", "quantization_config": {"bits": 2}}')
+    Path("model.gguf").write_bytes(b"GGUF")
+    passed = {
+        "unknown": f"{tmp_path}/unknown",
+        "model.gguf": f"{tmp_path}/model.gguf",
+        "an-owner/a-name": "an-owner/a-name",
+    }
+    for name, found in passed.items():
+        assert model_for_vllm(ModelSpec(name, kind="text"), tmp_path) == (found, None)
+    Path("unknown/config.json").write_text('{"architectures": ["LLaDAModelLM"]}')
+    with pytest.raises(UsageError, match=r"'unknown' is a diffusion model \(llada\)\. Use the backend inprocess"):
+        model_for_vllm(ModelSpec("unknown", kind="text"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "online", "refused"),
+    [
+        pytest.param("gone/too/far", False, True, id="a folder that is not there"),
+        pytest.param("gone", False, True, id="a name that no folder and no cache has"),
+        pytest.param("an-owner/gone", True, False, id="a name that vLLM may fetch, as its environment says"),
+        pytest.param("s3://bucket/model", False, False, id="a place that vLLM alone knows"),
+        pytest.param("tiny", False, False, id="a built-in model"),
+    ],
+)
+def test_a_model_that_vllm_would_look_for_in_vain_is_refused_at_once(tmp_path, monkeypatch, name, online, refused):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0" if online else "1")
+    checked = vllm.Vllm(Setup(ModelSpec(name, kind="text"))).check()
+    with pytest.raises(UsageError, match="there is no model folder") if refused else contextlib.nullcontext():
+        asyncio.run(checked)

@@ -37,10 +37,16 @@ FREE = structs.replace(ORDERS, ends=False)
 def config(tmp_path: Path) -> SimpleNamespace:
     from language_samples import byte_level, folder
 
-    where = folder(tmp_path / "model", byte_level())
+    where = folder(tmp_path / "model", byte_level(), tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
     codec = codec_of(KIND)
     model = SimpleNamespace(
-        tokenizer=str(where), hf_config=SimpleNamespace(model_type="llama"), get_vocab_size=lambda: codec.size
+        tokenizer=str(where),
+        skip_tokenizer_init=False,
+        runner_type="generate",
+        tokenizer_mode="auto",
+        tokenizer_revision=None,
+        trust_remote_code=False,
+        get_vocab_size=lambda: codec.size,
     )
     return SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=PLACES))
 

@@ -133,7 +133,11 @@ def write_gptq(folder: Path, twin: Path) -> None:
         save_file(tensors, where / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {
-        **{"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": False,
+        "sym": True,
         "checkpoint_format": "gptq",
     }
     (folder / "config.json").write_text(json.dumps(config))

@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Lane
@@ -156,6 +157,7 @@ class VllmEngine:
         # a process that has imported Numba.
         sys.modules["__main__"] = types.ModuleType("__main__")
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -177,6 +179,7 @@ class VllmEngine:
             model = AsyncEngineArgs(**wanted).create_model_config()
         except Exception as error:
             raise UsageError(f"vLLM does not serve '{name}': {_reason(error)}") from error
+        refuse_without_tokenizer(name, Path(model.tokenizer))
         positions = int(model.max_model_len)
         wanted.setdefault("max_model_len", min(positions, most))
         try:
@@ -184,8 +187,13 @@ class VllmEngine:
             if not config.model_config.logits_processors:
                 config.model_config.logits_processors = [processor_for(config.use_v2_model_runner)]
         except Exception as error:
+            cure = "Give another --dtype." if "dtype" in str(error) else "Correct that option."
+            raise UsageError(f"vLLM does not take these engine arguments: {_reason(error)} {cure}") from error
+        try:
+            cached_tokenizer_from_config(config.model_config)
+        except Exception as error:
             raise UsageError(
-                f"vLLM does not take these engine arguments: {_reason(error)} Correct that option."
+                f"vLLM cannot open the tokenizer of '{name}': {_reason(error)} Copy its files to the model's."
             ) from error
         try:
             llm = AsyncLLM.from_vllm_config(config, stat_loggers=[Logger], disable_log_stats=True)
@@ -227,6 +235,7 @@ class VllmEngine:
     def facts(self) -> Mapping[str, Any]:
         config = self._llm.vllm_config
         return {
+            "family": str(config.model_config.hf_config.model_type),
             "slots": self.rows,
             "context": self.length,
             "step_tokens": int(config.scheduler_config.max_num_batched_tokens),
@@ -333,6 +342,15 @@ def _lora(one: VllmAdapter) -> Any:
     return LoRARequest(one.called, one.number, one.folder)
 
 
+TOKENIZERS = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "*.spm", "tekken.json", "tokenization_*.py")
+
+
+def refuse_without_tokenizer(name: str, folder: Path) -> None:
+    """Raises `UsageError` for a folder without one, for which transformers would make an empty one up."""
+    if folder.is_dir() and not any(True for pattern in TOKENIZERS for _ in folder.glob(pattern)):
+        raise UsageError(f"'{name}' has no tokenizer. Copy tokenizer.json, or what else it has, into its folder.")
+
+
 def _reason(error: BaseException) -> str:
     """What vLLM says of arguments, without pydantic's frame and the rest of a long list."""
     text = str(error).partition("Value error, ")[2] or str(error)
@@ -344,7 +362,8 @@ def _reason(error: BaseException) -> str:
             "there is no such folder, and it is not in the cache of Hugging Face either. Download it first, or correct "
             "the name."
         )
-    text = text.partition(" Supported architectures:")[0]
+    for more in (" Supported architectures:", " This could be because", " Use `--runner"):
+        text = text.partition(more)[0]
     return _stopped(text[:400] or type(error).__name__)
 
 

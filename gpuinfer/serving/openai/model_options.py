@@ -24,6 +24,7 @@ from gpuinfer.serving.openai import schema
 from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS, UnmaskingOptions
 from gpuinfer.text import hub_cache
 from gpuinfer.text.packaged_models import PACKAGED
+from gpuinfer.text.text_options import path_kind
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
 WHAT = "letters, digits and any of . _ @ + -, a letter or a digit first, 100 at most"
@@ -127,7 +128,7 @@ class ModelOptions(api.Options):
     )
     trust_remote_code: bool = Field(
         False,
-        description="passed on to --backend vllm; code that comes with a checkpoint (auto_map) is never run here",
+        description="code that comes with a checkpoint (auto_map) may run in vLLM, with --backend vllm; none else does",
     )
 
 
@@ -461,14 +462,25 @@ def adapter_digests(adapters: Mapping[str, Path]) -> dict[str, str]:
 
 
 def model_fingerprint(spec: ModelSpec) -> str:
-    """What distinguishes this model from others; its name where only its backend can read the checkpoint."""
-    from gpuinfer.text.checkpoint import open_checkpoint
+    """What distinguishes this model from others. Where only its backend can read the checkpoint, its name, and of a
+    folder its settings and the names and sizes of its other files.
+    """
+    from gpuinfer.text.checkpoint import open_checkpoint, settings_files
 
     try:
         return str(open_checkpoint(spec).fingerprint)
     except UsageError as error:
-        log.info("no fingerprint of %s: %s", spec.name, error)  # a backend that cannot read it will say so
+        log.info("the weights of %s are not compared: %s", spec.name, error)  # a backend that cannot read it says so
+    path, kind = path_kind(spec.name)
+    if kind != "folder":
         return f"name {spec.name}"
+    found = hashlib.blake2b(digest_size=16)
+    settings = settings_files(path)
+    for file in sorted(one for one in path.iterdir() if one.is_file()):
+        found.update(f"{file.name} {file.stat().st_size}".encode(errors="replace"))
+        if file in settings:
+            found.update(file.read_bytes())
+    return f"files {found.hexdigest()}"
 
 
 def arithmetic(setup: Setup) -> str:

@@ -2,7 +2,7 @@
 
 import gpuinfer.text.torch_import  # noqa: F401  before torch
 from gpuinfer.text.checkpoint.built_in import BUILT_IN, save_folder
-from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
+from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles, settings_files
 from gpuinfer.text.checkpoint.config_keys import masked_family_in
 from gpuinfer.text.checkpoint.loader import open_checkpoint
 from gpuinfer.text.checkpoint.memory_estimate import Estimate, adapter_bytes, refuse_oversized
@@ -19,4 +19,5 @@ __all__ = [
     "read_adapter",
     "refuse_oversized",
     "save_folder",
+    "settings_files",
 ]

@@ -388,8 +388,9 @@ def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
     """Raises `UsageError` for a model that brings its own code, which never runs here."""
     if settings.get("auto_map"):
         raise UsageError(
-            f"{where} asks to run code of its own (auto_map), which is refused with every backend. If you know that "
-            f"the model is a plain one of its type, remove auto_map from {where}; else serve it with another program."
+            f"{where} asks to run code of its own (auto_map), which gpuinfer's own decoders never do. If you know that "
+            f"the model is a plain one of its type, remove auto_map from {where}. vLLM runs such code where you trust "
+            "it: --backend vllm --trust-remote-code."
         )
 
 

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM
 
 REPLACEMENT = "�"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -129,7 +128,10 @@ def _pieces(steps: list[dict[str, Any]], text_of: Callable[[int], str | None]) -
 
 
 def _unknown(what: str) -> UsageError:
-    return UsageError(f"the tokenizer has a decoder that is not known here ({what}). {ANOTHER_PROGRAM}")
+    return UsageError(
+        f"the tokenizer has a decoder that no backend of gpuinfer knows ({what}). Serve the model with a program that "
+        "does, such as vLLM's own server (`vllm serve`)."
+    )
 
 
 Encoded = NDArray[np.int32] | BadPrompt

@@ -17,6 +17,7 @@ from gpuinfer.text.language.chat_template import ChatTemplates
 from gpuinfer.text.language.detokenizer import Codec
 from gpuinfer.text.language.language import Language, open_language
 from gpuinfer.text.language.tokenizer import DEFAULT, NAMED_TOKENS, WITH_TOOLS, Subwords, TokenizerSettings
+from gpuinfer.text.text_options import path_kind
 
 
 def transformers_codec(tokenizer: Any) -> Codec:
@@ -81,11 +82,13 @@ def open_model_language(spec: ModelSpec) -> Language:
 
 def _language_by_transformers(spec: ModelSpec) -> Language:
     library, here = import_module("transformers"), {"local_files_only": True}
-    config, _ = library.PretrainedConfig.get_config_dict(spec.name, **here)
+    path, kind = path_kind(spec.name)
+    name = spec.name if kind == "nothing" else str(path)
+    config, _ = library.PretrainedConfig.get_config_dict(name, **here)
     config = config.get("text_config") or config
-    tokenizer = library.AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False, **here)
+    tokenizer = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False, **here)
     try:
-        ends = token_ids_of(library.GenerationConfig.from_pretrained(spec.name, **here).eos_token_id)
+        ends = token_ids_of(library.GenerationConfig.from_pretrained(name, **here).eos_token_id)
     except OSError:
         ends = ()
     ends = ends or token_ids_of(config.get("eos_token_id"))
