@@ -362,7 +362,7 @@ def _reason(error: BaseException) -> str:
             "there is no such folder, and it is not in the cache of Hugging Face either. Download it first, or correct "
             "the name."
         )
-    for more in (" Supported architectures:", " This could be because", " Use `--runner"):
+    for more in (" Supported architectures:", " This could be because", " Use `--"):
         text = text.partition(more)[0]
     return _stopped(text[:400] or type(error).__name__)
 
