@@ -88,11 +88,14 @@ StepTokensOption = Annotated[
 ]
 SPECULATE_TOKENS = 15  # with the last one of the row they are 16: a step of so many is hardly slower than one of 9
 Speculate = Annotated[
-    Literal["off", "lookup"],
+    Literal["off", "lookup", "draft"] | None,
     Field(
         description="of text: propose tokens that are likely to come next, and compute several in one step; "
-        "lookup: those that came after the same tokens before. No answer changes"
+        "lookup: those that came after the same tokens before; draft: a smaller model's. No answer changes"
     ),
+]
+Draft = Annotated[
+    str | None, Field(description="of text: the smaller model of `speculate=draft`: a folder, file or name")
 ]
 SpeculateTokens = Annotated[
     int, Field(ge=1, le=31, description="of text: most tokens proposed for a row in a step of `speculate`")
@@ -108,7 +111,8 @@ class TorchModelOptions(api.Options):
     context: ContextOption = None
     step_tokens: StepTokensOption = None
     decoder: DecoderChoice = Field(default=None, description=DECODER_HELP)
-    speculate: Speculate = "off"
+    speculate: Speculate = None
+    draft: Draft = None
     speculate_tokens: SpeculateTokens = SPECULATE_TOKENS
     adapters: AdapterFolders = Field(default=None, description=ADAPTERS_HELP)
     max_adapters: int = Field(default=MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
@@ -131,7 +135,14 @@ class TorchModelOptions(api.Options):
     def _stages_fit(self) -> Self:
         if complaint := complaint_of(self, getattr(self, "checkpoint_segments", None) is not None):
             raise ValueError(complaint)
+        if self.speculate is not None and (self.speculate == "draft") != (self.draft is not None):
+            raise ValueError("speculate=draft and draft=DIR belong together: give both, or draft=DIR alone")
         return self
+
+    @property
+    def speculation(self) -> str:
+        """What proposes tokens: "off", "lookup" or "draft"."""
+        return self.speculate or ("off" if self.draft is None else "draft")
 
 
 MOST_SIMILAR = 3

@@ -10,7 +10,7 @@ from text.toy import VOCABULARY, plain_answer
 
 from gpuinfer.generation import Prompt
 from gpuinfer.text.generator.slot_table import SlotTable
-from gpuinfer.text.generator.speculation import Proposal, StepTimes
+from gpuinfer.text.generator.speculation import Proposal, Proposer, StepTimes
 
 
 class FreeTokens(StepTimes):
@@ -20,7 +20,7 @@ class FreeTokens(StepTimes):
         return np.ones(len(tokens))
 
 
-class Guesser:
+class Guesser(Proposer):
     """Proposes what a plain loop answers, each token wrong now and then, and any tokens behind its end."""
 
     def __init__(self, table: SlotTable, length: int, right: float, seed: int) -> None:

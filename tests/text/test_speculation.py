@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from text.guessing import FreeTokens, guessing
 from text.test_generator_models import TEXTS, opened
-from text.tiny import tiny_checkpoint
+from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 from text.toy import add, alone, finish, prompt, run, toy_generator
 
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
+from gpuinfer.text.generator.draft_model import DraftModel
 from gpuinfer.text.generator.slot_table import SlotTable
-from gpuinfer.text.generator.speculation import PromptLookup, Proposal, Speculation, StepTimes
+from gpuinfer.text.generator.speculation import PromptLookup, Proposal, Proposer, Speculation, StepTimes
+from gpuinfer.text.text_options import TorchModelOptions
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_what_is_looked_up(text, most, expected, grade):
     assert ("".join(map(chr, found.tokens)), found.grade) == (expected, grade)
 
 
-class Always:
+class Always(Proposer):
     """Proposes so many tokens, always of the same grade."""
 
     def __init__(self, table):
@@ -154,6 +156,49 @@ def test_a_model_answers_with_the_same_bits(name, dtype):
     assert sum(one.proposed for one in steps) > 0
     plain.close()
     quick.close()
+
+
+DRAFTS = {"the model itself": {}, "another one": {"seed": 5, "num_hidden_layers": 1}}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_changes_no_answer(draft, name, monkeypatch):
+    """Whether it is always right or hardly ever; more rows than it has slots or pages for have no proposals."""
+    asked = [
+        Prompt(text=text * 2, key=text, sampling=Sampling(max_tokens=30, ignore_eos=True, **SAMPLINGS[name]))
+        for text in TEXTS
+    ]
+    folder, other = tiny_checkpoint("llama"), tiny_checkpoint("llama", **DRAFTS[draft])
+    plain, quick = opened(folder, slots=3), opened(folder, slots=3, draft=str(other), context=192)
+    quick.speculation.times = FreeTokens()
+    monkeypatch.setattr(DraftModel, "step_share", lambda self, rows, times: 0.01)
+    steps, plainly = [], []
+    expected, found = run(plain, asked, watch=plainly.append), run(quick, asked, watch=steps.append)
+    assert [one.completions for one in found] == [one.completions for one in expected]
+    accepted, proposed = (sum(getattr(one, name) for one in steps) for name in ("accepted", "proposed"))
+    assert proposed > 0
+    if draft == "the model itself" and name in ("the likeliest", "drawn"):
+        assert accepted > 0.9 * proposed
+        assert len(steps) < 0.5 * len(plainly)
+    plain.close()
+    quick.close()
+
+
+def test_a_draft_that_does_not_fit_is_refused(tmp_path):
+    other = copy_of(tiny_checkpoint("llama"), tmp_path / "other")
+    llama_tokenizer(other)
+    for draft, words in (
+        (other, "another vocabulary.*-B speculate=lookup"),
+        ("tiny-llada", "diffusion.*another draft"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            opened(tiny_checkpoint("llama"), draft=str(draft))
+    with pytest.raises(UsageError, match="no model folder"):
+        opened(tiny_checkpoint("llama"), draft="none/such")
+    for given in ({"speculate": "draft"}, {"speculate": "lookup", "draft": "tiny"}):
+        with pytest.raises(ValueError, match="belong together"):
+            TorchModelOptions(**given)
 
 
 def test_a_run_has_the_same_answers_and_says_what_came_of_it(gpuinfer, empty_folder):

@@ -86,6 +86,7 @@ class LaunchedStep:
     logits: Tensor | None = None  # of a step with proposals
     began: float = 0.0  # seconds on the clock of `time.perf_counter`
     drawn: int = 0  # tokens
+    proposing_s: float = 0.0  # what it took to propose tokens
     spared_s: float = 0.0  # how much longer steps without proposals would have taken for these tokens
 
 

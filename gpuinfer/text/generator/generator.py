@@ -94,7 +94,7 @@ class Generator(SlottedGenerator[SampleRow]):
             self._most_parts_s,
             self._adapters.give_back,
         )
-        self._speculation: Speculation | None = None
+        self.speculation: Speculation | None = None
         self._faults: FaultIsolation[SampleRow] = FaultIsolation(self._table.rows, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._reported = (0, 0, 0)  # the admission's `cached`, `waited` and `preempted` at the last report
@@ -113,7 +113,7 @@ class Generator(SlottedGenerator[SampleRow]):
         answer changes by it, if the decoder gives a token the same logits whatever goes with it. `times`: what is known
         of how long steps take; None: nothing is.
         """
-        self._speculation = Speculation(self._table, proposer(self._table), most, times or StepTimes())
+        self.speculation = Speculation(self._table, proposer(self._table), most, times or StepTimes())
         self._admission.lookahead = most
 
     @property
@@ -239,9 +239,9 @@ class Generator(SlottedGenerator[SampleRow]):
         if not (self.goes_ahead and self.decoder.reads_drawn) or faults.only is not None or faults.most is not None:
             return False
         depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
-        if self._speculation is not None and not depends:
+        if self.speculation is not None and not depends:
             rows = int(np.count_nonzero(table.decodes))
-            depends = self._speculation.pays(rows, self._composer.room_for_proposals(rows))
+            depends = self.speculation.pays(rows, self._composer.room_for_proposals(rows))
         return not depends and not self._admission.must_preempt
 
     def _launched(self, before: LaunchedStep | None = None) -> LaunchedStep | None:
@@ -252,8 +252,9 @@ class Generator(SlottedGenerator[SampleRow]):
         plan = self._compose()
         if plan is None:
             return None
-        if self._speculation is not None and before is None:
-            plan = self._speculated(plan, self._speculation)
+        proposing = time.perf_counter()
+        if self.speculation is not None and before is None:
+            plan = self._speculated(plan, self.speculation)
         began = time.perf_counter()
         try:
             drawing, echoes, logits = self._run(plan, None if before is None else before.drawing)
@@ -280,6 +281,7 @@ class Generator(SlottedGenerator[SampleRow]):
             echoing=held and any(chunk.echoes for chunk in plan.chunks),
             logits=logits if plan.proposals else None,
             began=began,
+            proposing_s=began - proposing,
             drawn=len(plan.draws),
         )
 
@@ -296,8 +298,8 @@ class Generator(SlottedGenerator[SampleRow]):
         self.answers.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
         if step.plan.proposals:
             self._settle_proposed(step)
-        if self._speculation is not None and self._under_way is None and not step.plan.chunks:
-            self._note_seconds(step, self._speculation.times)
+        if self.speculation is not None and self._under_way is None and not step.plan.chunks:
+            self._note_seconds(step, self.speculation.times)
         self.answers.give_out(time.perf_counter())
 
     def _settle_proposed(self, step: LaunchedStep) -> None:
@@ -305,7 +307,7 @@ class Generator(SlottedGenerator[SampleRow]):
         that are there, as if each were a step.
         """
         plan, table, logits = step.plan, self._table, step.logits
-        if logits is None or plan.picks is None or self._speculation is None:
+        if logits is None or plan.picks is None or self.speculation is None:
             return
         drawn = np.zeros(len(plan.draws), np.int64)
         ended = np.zeros(len(plan.draws), np.bool_)
@@ -324,14 +326,14 @@ class Generator(SlottedGenerator[SampleRow]):
             self.answers.settle_proposed(slots, found, time.perf_counter())
         step.drawn += int(drawn.sum())
         self._admission.advanced()
-        self._speculation.settled(plan.draws, plan.proposals, drawn, ended)
+        self.speculation.settled(plan.draws, plan.proposals, drawn, ended)
 
     def _note_seconds(self, step: LaunchedStep, times: StepTimes) -> None:
         """Learn from how long a step of decoding rows has taken."""
         tokens, rows, seconds = len(step.plan.step.tokens), len(step.plan.draws), time.perf_counter() - step.began
         if step.plan.proposals:
             plain = float(times.of(np.array([rows]))[0]) if times.known else seconds
-            step.spared_s = plain * step.drawn / rows - seconds
+            step.spared_s = plain * step.drawn / rows - seconds - step.proposing_s
         times.took(tokens, seconds)
 
     def _settle_all(self) -> None:
@@ -358,6 +360,8 @@ class Generator(SlottedGenerator[SampleRow]):
     def close(self) -> None:
         with contextlib.suppress(BackendDied):
             self._settle_all()  # graphs at work must not be freed
+        if self.speculation is not None:
+            self.speculation.close()
         self.sampler.close()
         self.decoder.close()
 
@@ -366,6 +370,7 @@ class Generator(SlottedGenerator[SampleRow]):
         faults, rows = self._faults, len(plan.decoding)
         if plan.chunks or faults.only is not None or faults.most is not None:
             return plan
+        self.enter("forward")  # of a draft
         proposals = speculation.proposals(plan.decoding, self._composer.room_for_proposals(rows))
         return plan if proposals is None else self._composer.with_proposals(plan, proposals)
 

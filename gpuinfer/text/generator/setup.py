@@ -22,17 +22,20 @@ from gpuinfer.models.out_of_memory import keep_freed_memory
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.memory_estimate import refuse_short
 from gpuinfer.text.generator.adapter_versions import check_name
+from gpuinfer.text.generator.draft_model import DraftModel, open_draft, refuse_other_vocabulary
 from gpuinfer.text.generator.embedding_queue import pooling_of
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
-from gpuinfer.text.generator.speculation import PromptLookup
+from gpuinfer.text.generator.speculation import PromptLookup, Proposer
 from gpuinfer.text.stages.open_staged_decoder import places_for
 from gpuinfer.text.text_options import FIRST_VERSION, TorchModelOptions, adapter_folders_given
-from gpuinfer.text.transformer import PAGE, Shape
+from gpuinfer.text.transformer import PAGE, Decoder, Shape
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint, Estimate
     from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
+    from gpuinfer.text.generator.slot_table import SlotTable
+    from gpuinfer.text.language import Language
 
 LONGEST = 4096  # positions of a row unless the user asks for more
 SHORTEST = 256  # below it the user has to ask
@@ -112,6 +115,12 @@ def open_generator(
     threads, step_tokens = wanted.threads or 1, wanted.step_tokens or CPU_STEP_TOKENS
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
+    draft: tuple[Decoder, Language] | None = None
+    if wanted.draft is not None:
+        draft = open_draft(
+            wanted.draft, setup, wanted, device, dtype, checked_context(checkpoint.shape, wanted.context)
+        )
+        beside += draft[0].cache_bytes() if device.type == "cpu" else 0  # it is taken as it is written to
     own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
     free = sum(map(free_memory, dict.fromkeys(devices)))
     length, estimate = fit_to_memory(checkpoint, wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own)
@@ -135,6 +144,8 @@ def open_generator(
             lane = lane or BackendContext().lane
             decoder, sizing = open_in_stages(checkpoint, dtype, setup, tuning, lane=lane, **sizes)
         spoken = language.result()
+    if draft is not None and wanted.draft is not None:
+        refuse_other_vocabulary(wanted.draft, draft[1], spoken, checkpoint.name)
     measured = sizing.measured_bytes  # of cache and step at the peak, where it was tried
     common: dict[str, Any] = {
         "seed": setup.seed,
@@ -157,7 +168,8 @@ def open_generator(
             "context": decoder.length,
             "step_tokens": step_tokens,
             "threads": threads,
-            "speculate": wanted.speculate,
+            "speculate": wanted.speculation,
+            "draft": wanted.draft,
             "estimated_weights_bytes": estimate.weights_bytes,
             "estimated_cache_bytes": sizing.cache_bytes,
             "estimated_bytes": estimate.weights_bytes + sizing.estimated_bytes,
@@ -184,8 +196,12 @@ def open_generator(
         generator.load_adapter(name, FIRST_VERSION, generator.decoder.pack_adapter(adapter))
     return_free_memory()  # what weights were read into, before they were packed
     _warm_up(generator)
-    if isinstance(generator, Generator) and wanted.speculate == "lookup":
-        generator.speculate(PromptLookup, wanted.speculate_tokens)
+    if isinstance(generator, Generator) and wanted.speculation != "off":
+        proposer: Callable[[SlotTable], Proposer] = PromptLookup
+        if draft is not None:
+            of_both = partial(DraftModel, decoder=draft[0], target=generator.decoder)
+            proposer = partial(of_both, seed=setup.seed, threads=threads)
+        generator.speculate(proposer, wanted.speculate_tokens)
     return generator
 
 
@@ -232,8 +248,8 @@ def resolved_tuning(
             f"{threads} threads, and this process may use {cores()} cores: more would only wait for one another. "
             f"Use -B threads=N with N from 1 to {cores()}, or leave it out."
         )
-    if tuning.speculate != "off" and (why := speculation_refusal(shape, tuning)):
-        raise UsageError(f"-B speculate={tuning.speculate}: {why}")
+    if tuning.speculation != "off" and (why := speculation_refusal(shape, tuning)):
+        raise UsageError(f"-B speculate={tuning.speculation}: {why}")
     given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
     return tuning.model_copy(update=given)
 
@@ -257,5 +273,7 @@ def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TorchModelOptions)
     refuse_short(wanted.pages, checked_context(checkpoint.shape, wanted.context))
     if options.parallel != "data":
         places_for(checkpoint, setup, options)
+    if wanted.draft is not None:
+        open_checkpoint(ModelSpec(name=wanted.draft, kind="text"))
     for folder in (wanted.adapters or {}).values():
         read_adapter(checkpoint, folder)

@@ -8,9 +8,9 @@ takes, and never which tokens it has.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,17 +36,25 @@ class Proposal:
 NOTHING = Proposal(np.zeros(0, np.int32))
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Guesses what rows go on with."""
 
+    @abstractmethod
     def propose(self, slots: Ints, rooms: Ints) -> Sequence[Proposal]:
         """For each of these slots at most so many tokens as there is room for. All that they have drawn is known."""
+
+    def step_share(self, rows: int, times: StepTimes) -> float:
+        """How long it takes to propose one token more of so many rows, as a share of a step of theirs."""
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027  most have nothing to free
+        """Free threads and memory."""
 
 
 LONGEST_MATCH = 8
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """Proposes what came after the same tokens before, in prompt or answer (Saxena 2023, "Prompt lookup decoding"):
     after the longest run that ends as the text does, and of several the last. A run that reaches the end of the text is
     taken to go on repeating. The grade is the length of the match, 4 for longer ones.
@@ -172,6 +180,7 @@ class Speculation:
     def __init__(self, table: SlotTable, proposer: Proposer, most: int, times: StepTimes) -> None:
         """`most` tokens for a row."""
         self._table, self._proposer, self.most, self.times = table, proposer, most, times
+        self.close = proposer.close
         self._acceptance = Acceptance(table.slots)
 
     def pays(self, rows: int, room: int) -> bool:
@@ -187,7 +196,12 @@ class Speculation:
         table = self._table
         held, filled = table.held[slots] * PAGE, table.filled[slots]
         # The last token of an answer takes no place, and nothing is drawn after it.
-        rooms = np.minimum(np.minimum(held, table.final[slots]) - filled - 1, self.most).astype(np.int32)
+        most = self._depth(slots, self._proposer.step_share(len(slots), self.times))
+        rooms = np.minimum(np.minimum(held, table.final[slots]) - filled - 1, most).astype(np.int32)
+        if not most:
+            for slot in slots.tolist():
+                self._acceptance.passed_over(slot, 0)
+            return None
         found = self._proposer.propose(slots, rooms)
         grades = [one.grade for one in found]
         chances = self._acceptance.chances(slots, grades, table.epoch[slots])
@@ -198,6 +212,16 @@ class Speculation:
                     self._acceptance.passed_over(slot, one.grade)
             return None
         return [Proposal(one.tokens[:count], one.grade) for one, count in zip(found, counts, strict=True)]
+
+    def _depth(self, slots: Ints, share: float) -> int:
+        """How many tokens to propose of each of these rows, where each takes such a share of a step to propose."""
+        if not share:
+            return self.most
+        rows, depths = len(slots), np.arange(self.most + 1)
+        chances = self._acceptance.chances(slots, [0] * rows, self._table.epoch[slots])
+        drawn = rows + np.append(0.0, np.cumsum((chances[:, None] ** depths[1:]).sum(0)))
+        seconds = self.times.of(rows * (1 + depths)) + depths * share * self.times.of(np.array([rows]))
+        return int((drawn / seconds).argmax())
 
     def _worth(self, lengths: Sequence[int], chances: Floats, room: int) -> list[int]:
         """How many of each row's tokens make the most of the step."""

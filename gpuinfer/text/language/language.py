@@ -98,6 +98,15 @@ class Language:
         """The text of an answer; special tokens are left out unless `special_tokens`."""
         return self._codec.decode(tokens, special_tokens)
 
+    def first_difference(self, other: Language) -> int | None:
+        """The lowest token that is another one there, or that only one of both has; None: their tokens are the same."""
+        own, others = self._codec, other._codec
+        size = min(own.size, others.size)
+        for token in range(size):
+            if own.literal.piece(token) != others.literal.piece(token):
+                return token
+        return None if own.size == others.size else size
+
     def spell_out(self, found: Logprob, special_tokens: bool = False) -> Logprob:
         """The log-probabilities with their tokens' bytes. `special_tokens`: they are part of the text."""
 
