@@ -87,6 +87,12 @@ def test_a_machine_without_models_is_told_how_to_get_one(gpuinfer):
 
 
 PLAIN = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+
+
+def quantised(method: str) -> dict[str, Any]:
+    return {**PLAIN, "quantization_config": {"quant_method": method}}
+
+
 WEIGHTS = struct.pack("<Q", 2) + b"{}"
 
 
@@ -94,16 +100,12 @@ WEIGHTS = struct.pack("<Q", 2) + b"{}"
     ("settings", "file", "server", "reason"),
     [
         pytest.param(PLAIN, "model.safetensors", "native", "", id="a family of ours"),
-        pytest.param(PLAIN, "pytorch_model.bin", "vllm", "pickles", id="pickles"),
+        pytest.param(PLAIN, "pytorch_model.bin", "native", "", id="files of torch.save"),
+        pytest.param({"model_type": "gemma3_text"}, "a.safetensors", "transformers", "gemma3", id="of transformers"),
         pytest.param(PLAIN, "README.md", "none", "it has no weights", id="no weights"),
-        pytest.param({**PLAIN, "num_experts": 8}, "model.safetensors", None, "its type is llama", id="experts"),
-        pytest.param(
-            {**PLAIN, "quantization_config": {"quant_method": "awq"}},
-            "model.safetensors",
-            "vllm",
-            "awq",
-            id="quantised",
-        ),
+        pytest.param({**PLAIN, "num_experts": 8}, "a.safetensors", "vllm", "its type is llama", id="experts"),
+        pytest.param(quantised("awq"), "a.safetensors", "native", "", id="quantised"),
+        pytest.param(quantised("hqq"), "a.safetensors", "vllm", "(hqq)", id="quantised otherwise"),
         pytest.param({"model_type": "t5", "is_encoder_decoder": True}, "a.safetensors", "none", "it is", id="encoder"),
         pytest.param({"model_type": "x", "architectures": ["BertModel"]}, "a.safetensors", "none", "Bert", id="bert"),
         pytest.param({"model_type": "from-mars"}, "a.safetensors", "vllm", "its type is from-mars", id="unknown"),
@@ -128,6 +130,7 @@ def test_all_that_our_reader_opens_is_called_native(gpuinfer):
     assert {*config_keys.FAMILIES, *config_keys.ALIASES} == model_listing.NATIVE_TYPES
     assert {one.architecture for one in config_keys.MASKED.values()} == model_listing.NATIVE_ARCHITECTURES
     assert {*gguf_model.NATIVE} == model_listing.NATIVE_GGUF
+    assert config_keys.DEQUANTISED == model_listing.READ_QUANTISED
 
 
 def test_nothing_heavy_is_imported_for_it(cache):

@@ -166,7 +166,7 @@ def _listed(files: Collection[Path]) -> str:
 
 def needed_files(names: Collection[str], code: bool = False) -> list[str]:
     """Of a repository's files those that running its model takes: settings, tokenizer, templates, and its weights, as
-    safetensors where there are any, else as pickles, else as GGUF. `code`: Python files too.
+    safetensors where there are any, else as files of torch.save, else as GGUF. `code`: Python files too.
     """
     top = [name for name in names if "/" not in name]
     weights = [name for name in top if name.endswith(".safetensors")]

@@ -21,7 +21,6 @@ from typing import Any, Literal
 from gpuinfer.errors import UsageError
 from gpuinfer.text.hub_cache import cached_repositories, read_object
 from gpuinfer.text.packaged_models import PACKAGED, packaged_files
-from gpuinfer.text.text_options import TorchModelOptions
 
 Server = Literal["native", "transformers", "vllm", "none"]
 
@@ -30,6 +29,7 @@ NATIVE_ARCHITECTURES = frozenset(
     ("LLaDAModelLM", "LLaDAMoEModelLM", "LLaDA2MoeModelLM", "DreamModel", "SDARForCausalLM")
 )  # of diffusion models
 NATIVE_GGUF = frozenset(("llama", "qwen2", "qwen3"))  # general.architecture
+READ_QUANTISED = ("gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes")  # quant_method
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 OLDEST_TRANSFORMERS = 5
 ATTENTION_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # in a family's file in transformers: attention may be replaced
@@ -138,14 +138,13 @@ def _server_of(settings: Mapping[str, Any], suffixes: Collection[str]) -> tuple[
     names = [one for one in architectures if isinstance(one, str)] if isinstance(architectures, list) else []
     if not settings:
         return "none", "its config.json is missing, or cannot be read"
-    if ".safetensors" not in suffixes:
-        if ".bin" not in suffixes:
-            return "none", "it has no weights"
-        return _by_vllm("its weights are pickles (*.bin)")
+    if not {".safetensors", ".bin"} & {*suffixes}:
+        return "none", "it has no weights"
     quantised = settings.get("quantization_config")
     method = quantised.get("quant_method", "in an unnamed way") if isinstance(quantised, Mapping) else None
     ours = kind in NATIVE_TYPES or any(one in NATIVE_ARCHITECTURES for one in names)
-    if ours and method is None and (kind not in NATIVE_TYPES or not any(settings.get(one) for one in EXPERTS)):
+    mixed = kind in NATIVE_TYPES and any(settings.get(one) for one in EXPERTS)
+    if ours and method in (None, *READ_QUANTISED) and not mixed:
         return "native", ""
     if settings.get("is_encoder_decoder") is True:
         return "none", "it is an encoder with a decoder"
@@ -154,7 +153,7 @@ def _server_of(settings: Mapping[str, Any], suffixes: Collection[str]) -> tuple[
     if not isinstance(kind, str):
         return "none", "its config.json does not say its model_type"
     reason = f"its weights are quantised ({str(method)[:20]})" if method is not None else f"its type is {kind[:40]}"
-    if "decoder" in TorchModelOptions.model_fields and method is None and _known_to_transformers(kind):
+    if method is None and not ours and _known_to_transformers(kind):
         return "transformers", reason
     return _by_vllm(reason)
 

@@ -405,7 +405,7 @@ def is_native(settings: Mapping[str, Any]) -> bool:
     listed = architectures if isinstance(architectures, list) else []
     if any(one.architecture in listed for one in MASKED.values()):
         return True
-    return ALIASES.get(kind, kind) in FAMILIES and not settings.get("quantization_config")
+    return ALIASES.get(kind, kind) in FAMILIES
 
 
 def supported_family(config: ConfigFields) -> str:
