@@ -28,6 +28,7 @@ from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, UnloadBody, UpdateBody
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
 from gpuinfer.serving.row_endpoint import EvaluateEndpoint
+from gpuinfer.serving.score_endpoints import RerankBody, ScoreBody, rankings, scores
 from gpuinfer.serving.service import ModelService, ServedModels, Work
 from gpuinfer.serving.text_endpoints import PredictBody, completions, generations, predictions
 from gpuinfer.serving.token_endpoints import DetokenizeBody, TokenizeBody, detokenizations, tokenizations
@@ -275,6 +276,14 @@ OF_TEXT: Sequence[tuple[str, Callable[[ModelService], Work], str, type[Struct], 
         "Embeddings of texts, as OpenAI has it.",
         EmbeddingsBody,
         ("object", "data", "usage"),
+    ),
+    *(
+        (url, scores, "How likely one text follows another.", ScoreBody, ("object", "data", "usage"))
+        for url in ("/v1/score", "/score")
+    ),
+    *(
+        (url, rankings, "Documents by how likely a query follows them.", RerankBody, ("results", "usage"))
+        for url in ("/v1/rerank", "/rerank", "/v2/rerank")
     ),
     ("/tokenize", tokenizations, "The tokens of a text or a chat.", TokenizeBody, ("count", "tokens")),
     ("/detokenize", detokenizations, "The text of tokens.", DetokenizeBody, ("prompt",)),

@@ -11,7 +11,9 @@ from gpuinfer.http.parser import LENGTH_DIGITS, body_length, check_target, join_
 
 CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"})  # of weights
 
-OF_MODELS = frozenset({"/predict", "/tokenize", "/detokenize", "/rerank", "/score"})  # beside those under /v1/
+OF_MODELS = frozenset(
+    {"/predict", "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score"}
+)  # beside those under /v1/
 
 CHUNKED, UNTIL_CLOSE = -1, -2  # lengths of bodies in chunks, and of bodies that end with their connection
 LONGEST_ID = 200  # a longer X-Request-Id is not passed on
