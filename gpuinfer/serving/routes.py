@@ -25,8 +25,10 @@ from gpuinfer.serving.health import replica_stats
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
 from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition, models_up_family, served_models_family
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
+from gpuinfer.serving.openai.response_items import ResponsesBody
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, UnloadBody, UpdateBody
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
+from gpuinfer.serving.responses_endpoint import responses
 from gpuinfer.serving.row_endpoint import EvaluateEndpoint
 from gpuinfer.serving.score_endpoints import RerankBody, ScoreBody, rankings, scores
 from gpuinfer.serving.service import ModelService, ServedModels, Work
@@ -212,6 +214,7 @@ def next_version(name: str, known: Sequence[str]) -> str:
     return str(1 + max((int(one) for one in versions if one.isascii() and one.isdecimal()), default=0))
 
 
+RESPONSE = object_schema("id", "object", "created_at", "model", "output", "status")
 CHOICES = object_schema("id", "object", "created", "model", "choices", "usage")
 
 
@@ -294,6 +297,7 @@ OF_TEXT: Sequence[tuple[str, Callable[[ModelService], Work], str, type[Struct], 
 def _text(service: ModelService) -> list[Route]:
     answers = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
     asked = {"body": RequestBody, "responses": answers}
+    told = json_responses("The response; with `stream` as server-sent events.", RESPONSE, "text/event-stream")
     predicted = {"body": PredictBody, "responses": json_responses("The answers.", object_schema("samples"))}
     predict, generate = service.handler(predictions(service)), service.handler(generations(service))
     return [
@@ -303,6 +307,14 @@ def _text(service: ModelService) -> list[Route]:
                 ("/v1/completions", "Continue a text, as OpenAI has it.", {**asked, "required": ["prompt"]}),
                 ("/v1/chat/completions", "Answer a chat, as OpenAI has it.", {**asked, "required": ["messages"]}),
             )
+        ),
+        Route(
+            "POST",
+            "/v1/responses",
+            service.handler(responses(service)),
+            "api",
+            "Answer a chat, as OpenAI's Responses API has it.",
+            {"body": ResponsesBody, "responses": told},
         ),
         Route("POST", "/predict", predict, "api", "Several answers to one text.", predicted),
         Route("POST", "/v1/generations", generate, "api", "In frames of msgpack.", HIDDEN),
@@ -334,7 +346,8 @@ def _others(service: ModelService) -> list[Route]:
     """The routes of the other kind of model."""
     urls, instead = ["/v1/evaluate"], "continues text: POST /v1/completions"
     if service.health.kind != "text":
-        urls = ["/v1/completions", "/v1/chat/completions", "/predict", "/v1/generations", *(one[0] for one in OF_TEXT)]
+        urls = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/predict", "/v1/generations"]
+        urls += [*(one[0] for one in OF_TEXT)]
         instead = "takes rows: POST /v1/evaluate"
 
     async def work(exchange: Exchange, asking: RequestContext) -> None:

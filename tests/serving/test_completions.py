@@ -276,7 +276,6 @@ def test_what_has_a_bound_or_is_not_for_clients_is_400_and_says_why(tiny, number
         (COMPLETIONS, {"prompt": "a"}, {"X-Gpuinfer-Timeout": "soon"}, 400, "X-Gpuinfer-Timeout"),
         (COMPLETIONS, {"prompt": "a"}, {"X-Gpuinfer-Timeout": "nan"}, 400, "X-Gpuinfer-Timeout"),
         (COMPLETIONS, {"prompt": "a"}, {"X-Gpuinfer-Priority": "highest"}, 400, "X-Gpuinfer-Priority"),
-        ("/v1/responses", {"input": "Hi"}, {}, 404, "ask POST /v1/chat/completions instead, with the conversation"),
         ("/v1/responses/resp_1/cancel", {}, {}, 404, "ask POST /v1/chat/completions instead"),
         ("/v1/batches", {}, {}, 404, "`gpuinfer generate` answers files of prompts"),
         ("/v1/moderations", {}, {}, 404, "models of moderation are not served"),

@@ -35,7 +35,7 @@ _ID = re.compile(rb"(?:^|\n)id: ?([0-9]{1,9})\.([0-9,]*)(!?)\r?(?=\n)")
 class RelayedEvents:
     """The events of one stream, from any number of replicas in turn."""
 
-    __slots__ = ("_kept", "_limit", "_part", "_room", "_size", "ended", "moved", "sent")
+    __slots__ = ("_kept", "_limit", "_numbered", "_part", "_room", "_size", "ended", "moved", "sent")
 
     def __init__(self, limit: int, room: ByteBudget) -> None:
         """Keeps up to `limit` bytes as far as there is room; 0 for a stream that cannot go on elsewhere once begun."""
@@ -43,6 +43,7 @@ class RelayedEvents:
         self._kept: list[bytes] | None = []
         self._size = 0
         self._part = b""
+        self._numbered = False  # whether any event says the tokens in it: others cannot go on elsewhere
         self.sent = False  # whether any event went out
         self.moved = False  # whether any did since the last restart
         self.ended = False  # whether the last of them did
@@ -62,6 +63,7 @@ class RelayedEvents:
 
     def _note(self, whole: bytes) -> None:
         self.sent = self.moved = True
+        self._numbered = self._numbered or whole.startswith(b"id:") or b"\nid:" in whole
         self.ended = whole.endswith((b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n"))
         if self._kept is not None:
             size = len(whole)
@@ -86,7 +88,7 @@ class RelayedEvents:
 
     @property
     def resumable(self) -> bool:
-        return not self.sent or self._kept is not None
+        return not self.sent or (self._kept is not None and self._numbered)
 
     def begun(self) -> bytes:
         """What goes before the body of the request that is sent to another replica; empty when nothing went out."""
