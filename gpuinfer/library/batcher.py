@@ -26,9 +26,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
 
+import numpy as np
+
 from gpuinfer import stats
 from gpuinfer.api import Backend, Priority, Progress, Request, Roofline, Setup, Strategy
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.config import registry
+from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, UsageError
 from gpuinfer.host import children
 from gpuinfer.library.choices import (
@@ -53,6 +57,7 @@ from gpuinfer.models.row_layout import (
     checked_leaves,
     first_row,
     full_leaves,
+    is_tensor,
     layout_of_row,
     named_spec,
     padded_leaves,
@@ -216,6 +221,7 @@ class Batcher(SessionFigures):
         self._capacity = 0
         self._largest = 0  # rows of one request
         self._single: tuple[Any, Any, Any] = (None, None, None)  # class, shape and dtype of rows that are one array
+        self._flat = False  # rows go to the backend as float32 [rows, features]
         self._devices: frozenset[Any] = frozenset()  # CUDA devices on which rows stay
 
     def __repr__(self) -> str:
@@ -291,7 +297,7 @@ class Batcher(SessionFigures):
         self._largest = limits.max_rows
         most = max(LEAST_CAPACITY, BATCHES_OUTSTANDING * limits.max_rows)
         self._capacity = self._max_queue_rows or most
-        if not self._remote:
+        if not self._remote and not self._flat:
             from gpuinfer.models.device import resolve_devices
 
             if self._source is None or not self._source.takes_arrays:
@@ -328,7 +334,12 @@ class Batcher(SessionFigures):
             elsewhere = self._backend != "inprocess"
             spec = object_spec(self._source, layout, check=self._check, elsewhere=elsewhere)
         else:
-            spec = named_spec(self._model, layout, self._weights, self._arguments)
+            spec = named_spec(self._model, replace(layout, check=self._check), self._weights, self._arguments)
+        with in_python_words():
+            kind = registry.load("backends", self._backend)
+        if is_flat(layout) and not kind.remote and not issubclass(kind, InProcess):
+            self._flat = True  # such a backend has rows as the contract says: float32 [rows, features]
+            spec = replace(spec, inputs=layout.leaves[0].shape[0], input_dtype="float32", layout=None)
         return replace(self._setup, model=spec)
 
     async def __aenter__(self) -> Self:
@@ -598,7 +609,7 @@ class Batcher(SessionFigures):
                 raise
             finally:
                 self._outstanding -= 1
-            return self._unwrapped(answer, None) if self._remote else answer.value
+            return self._unwrapped(answer, None) if self._remote or self._flat else answer.value
         return await self._ask(session, payload, None, group, priority, timeout)
 
     async def batch(
@@ -673,6 +684,8 @@ class Batcher(SessionFigures):
         layout = self._layout
         assert layout is not None
         leaves = checked_leaves(row, layout, self._devices)
+        if self._flat:
+            return np.asarray(leaves[0], np.float32)[None], None
         group = None
         if layout.ragged is not None and not self._remote:
             if layout.ragged == "pad":
@@ -695,6 +708,8 @@ class Batcher(SessionFigures):
         layout = self._layout
         assert layout is not None
         rows = len(leaves[0])
+        if self._flat:
+            return np.asarray(leaves[0], np.float32), rows, None
         if layout.ragged is not None and self._remote:
             leaves = full_leaves(leaves, layout, self._pad_value, batch=True)
         group = tuple(tuple(leaf.shape[1:]) for leaf in leaves) if layout.ragged and not self._remote else None
@@ -823,17 +838,18 @@ class Batcher(SessionFigures):
         return self._unwrapped(answer, count)
 
     def _unwrapped(self, answer: Any, count: int | None) -> Any:
-        """An answer as the caller gets it. From another process come arrays [rows, …]."""
-        answer = answer.value
-        if not self._remote:
+        """An answer as the caller gets it. From another process, and for flat rows, come arrays [rows, …]."""
+        if not self._flat or isinstance(answer, CheckedResult):
+            answer = answer.value
+        if not (self._remote or self._flat):
             return answer
         layout = self._layout
         assert layout is not None
 
-        import numpy as np
-
         def made(part: Any) -> Any:
             part = part[0] if count is None else part
+            if is_tensor(part):
+                part = part.detach().cpu().numpy()
             if isinstance(part, np.ndarray) and not part.flags.writeable:  # of a body
                 part = part.copy()
             if layout.kind == "numpy":
@@ -950,14 +966,19 @@ class WaitedRow:
             self.engine.withdraw(self.request)
 
 
+def is_flat(layout: RowLayout) -> bool:
+    """Whether a row is one float32 vector, the rows of which every backend takes."""
+    (first, *others) = layout.leaves
+    alone = layout.form is None and not others and layout.ragged is None
+    return alone and first.dtype == "float32" and len(first.shape) == 1 and first.shape[0] > 0
+
+
 def plain_row(layout: RowLayout) -> tuple[Any, Any, Any]:
     """Class, shape and dtype of a row that is a single array on the CPU; three None where rows are checked in full."""
     if layout.form is not None or layout.ragged is not None:
         return None, None, None
     (leaf,) = layout.leaves
     if layout.kind == "numpy":
-        import numpy as np
-
         return np.ndarray, leaf.shape, np.dtype(leaf.dtype)
     import torch
 
@@ -977,8 +998,6 @@ def joined_answers(answers: Sequence[Any]) -> Any:
         import torch
 
         return torch.cat(list(answers))
-    import numpy as np
-
     return np.concatenate(answers)
 
 

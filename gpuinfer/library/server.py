@@ -160,7 +160,7 @@ def _spec_of(
         )
     given = layout_of_row(example)
     if isinstance(model, str):
-        return named_spec(model, replace(given, kind="numpy"), weights, arguments), None
+        return named_spec(model, replace(given, kind="numpy", check=check), weights, arguments), None
     if weights is not None:
         raise UsageError(
             "weights go with a model's name, and this one is an object. Load them into it first: "
@@ -170,7 +170,7 @@ def _spec_of(
 
     local = LocalModel(model, arguments)
     spec = object_spec(local, given, check=check, elsewhere=backend != "inprocess")
-    return replace(spec, layout=replace(given, kind="numpy")), local.half_dtype  # answers become JSON
+    return replace(spec, layout=replace(spec.layout, kind="numpy")), local.half_dtype  # answers become JSON
 
 
 class ModelServer(SessionFigures):

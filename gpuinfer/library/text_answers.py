@@ -153,6 +153,7 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
         self._unread: dict[int, NamedRow] = {}  # those whose answers have not been returned
         self._ready: dict[int, Generation | Exception] = {}  # the first to come first
         self._read = self._returned = 0
+        self._aside: asyncio.Future[NamedRow | None] | None = None  # the next prompt, which a thread reads
         self._under_way = 0  # rows
         self._ended = False  # there are no more prompts
         self._over = False
@@ -176,8 +177,8 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
         try:
             if not self._over and not self._llm.is_open:
                 await asyncio.to_thread(self._llm.opened)
-            while (found := self._next()) is None:
-                await self._opened_call().answered.arrival()
+            while (found := self._next(in_loop=True)) is None:
+                await self._arrival()
         except ReadTwice:
             raise
         except BaseException:
@@ -186,6 +187,16 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
         if found is END_OF_ANSWERS:
             raise StopAsyncIteration
         return self._returning(found)
+
+    async def _arrival(self) -> None:
+        """Until there is an answer, or another prompt to ask."""
+        arrival = asyncio.ensure_future(self._opened_call().answered.arrival())
+        try:
+            await asyncio.wait({arrival, *([self._aside] if self._aside else ())}, return_when=asyncio.FIRST_COMPLETED)
+            if arrival.done():
+                arrival.result()
+        finally:
+            arrival.cancel()
 
     def _returning(self, found: Any) -> A:
         self._advance(1)
@@ -206,8 +217,10 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
         self._call.opened.refuse_fork()
         return self._call
 
-    def _next(self) -> TextAnswer | Exception | None:
-        """The next answer, `END_OF_ANSWERS`, or None where it has to be waited for. Reads prompts ahead."""
+    def _next(self, in_loop: bool = False) -> TextAnswer | Exception | None:
+        """The next answer, `END_OF_ANSWERS`, or None where it has to be waited for. Reads prompts ahead; on an event
+        loop (`in_loop`) those that may block in a thread.
+        """
         if self._over:
             return END_OF_ANSWERS
         call, began = self._opened_call(), time.monotonic()
@@ -223,7 +236,16 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
                 break
             if there and (self._under_way >= LEAST_FULL * most or time.monotonic() - began > READ_S):
                 break
-            self._read_one(call)
+            if not in_loop or not self._rows.may_block:
+                self._take_row(call, next(self._rows, None))
+            elif self._aside is None:
+                self._aside = asyncio.ensure_future(asyncio.to_thread(next, self._rows, None))
+                break
+            elif self._aside.done():
+                aside, self._aside = self._aside, None
+                self._take_row(call, aside.result())
+            else:
+                break
         if there:
             self._returned += 1
             return answer_of(place, self._unread.pop(place), self._ready.pop(place))
@@ -232,8 +254,7 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
             return END_OF_ANSWERS
         return None
 
-    def _read_one(self, call: PendingCall) -> None:
-        row = next(self._rows, None)
+    def _take_row(self, call: PendingCall, row: NamedRow | None) -> None:
         if row is None:
             self._ended = True
             return
@@ -253,12 +274,21 @@ class TextAnswers(AnswerReader, Iterator[A], AsyncIterator[A]):
             if self._call is not None and self._under_way:
                 self._call.cancel()
             self._showing.close()
+            if self._aside is not None:
+                with contextlib.suppress(RuntimeError):  # its loop is closed
+                    self._aside.add_done_callback(_drop)
             with contextlib.suppress(ValueError):  # the reader of prompts is what raised
                 self._rows.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_over", True):
             self.close()
+
+
+def _drop(row: asyncio.Future[NamedRow | None]) -> None:
+    """Of a prompt that is not asked any more: its error is not raised."""
+    if not row.cancelled():
+        row.exception()
 
 
 class EndOfAnswers(Exception):

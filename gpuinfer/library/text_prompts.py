@@ -169,6 +169,7 @@ class PromptReader:
             raise UsageError(f"prompt_column={column!r:.60} is no name of a column. Give a text.")
         self._pieces, self.total, is_iterator = _pieces_in(given, column)
         self._block = 1 if is_iterator else BLOCK_ROWS
+        self.may_block = self.total is None  # an iterator of the caller's, or a file: the next may take its time
         self._rows: deque[NamedRow] = deque()
 
     def __iter__(self) -> Iterator[NamedRow]:

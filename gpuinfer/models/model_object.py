@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -200,7 +200,7 @@ def object_spec(local: LocalModel, layout: RowLayout, *, check: bool = True, els
     local.takes_arrays = layout.kind == "numpy" and not isinstance(local.model, nn.Module)
     source = PortableModel.of(local) if elsewhere else local
     name = title_of(local.model)
-    return ModelSpec(name, None, layout.row_bytes, PACKED, {"check": check}, layout=layout, source=source)
+    return ModelSpec(name, None, layout.row_bytes, PACKED, layout=replace(layout, check=check), source=source)
 
 
 @dataclass(frozen=True)

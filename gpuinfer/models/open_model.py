@@ -189,7 +189,7 @@ def open_leaves(
     chunk_rows = tuning.chunk_rows or (FIXED_CHUNK_ROWS[device.type] if setup.deterministic else limits.max_rows)
     options: dict[str, Any] = {
         "chunk_rows": min(chunk_rows, limits.max_rows),
-        "check": bool(spec.arguments.get("check", True)),
+        "check": spec.layout.check,
         "whose": f"model '{spec.name}'",
         "fixed_shape": setup.deterministic,
         "divides": divides(module, setup, tuning),

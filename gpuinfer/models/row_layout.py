@@ -76,6 +76,7 @@ class RowLayout:
     kind: Literal["torch", "numpy"] = "torch"  # what a row is made of, and so an answer
     ragged: Ragged = None
     pad_value: float = 0  # of rows that a server pads; a batcher has its own
+    check: bool = True  # whether answers with NaN or +inf are refused
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.leaves))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pickle
 import subprocess
@@ -161,6 +162,33 @@ def test_a_slow_source_of_prompts_does_not_keep_answers_back(llm):
     for _ in llm.generate(slow(), **SHORT):
         first.set()
     assert llm.opened().done == before + 3
+
+
+def test_a_source_of_prompts_that_blocks_does_not_stall_the_event_loop(llm):
+    blocked, ticked = threading.Event(), threading.Event()
+
+    def slow():
+        yield "Once"
+        blocked.set()
+        assert ticked.wait(LIMIT_S), "the loop stood still while the source blocked"
+        yield "Once more"
+        raise LookupError("the source has failed")
+
+    async def tick():
+        await asyncio.to_thread(blocked.wait, LIMIT_S)
+        ticked.set()
+
+    async def read():
+        ticking, found = asyncio.create_task(tick()), []
+        with contextlib.suppress(LookupError):
+            async for answer in llm.generate(slow(), **SHORT):
+                found.append(answer.index)
+            raise AssertionError("the source's error was not raised")
+        await ticking
+        return found
+
+    assert asyncio.run(read()) in ([0], [0, 1], [])
+    assert ticked.is_set()
 
 
 def test_an_error_is_raised_in_its_place_or_returned(llm):

@@ -1,16 +1,18 @@
-"""Arguments of the Python names that cannot be: each an error that says what, and ends with the cure."""
+"""Arguments of the Python names: those that cannot be are errors that end with the cure, those that can are heeded."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import gpuinfer
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import BadResult, UsageError
 
 NET = torch.nn.Linear(3, 2)
 ROW = torch.zeros(3)
@@ -69,3 +71,36 @@ def test_temporary_records_of_a_killed_program_go_with_the_next(tmp_path, monkey
     assert left.is_dir()
     run()
     assert list(tmp_path.iterdir()) == [others]
+
+
+def test_answers_of_a_model_by_name_go_unchecked_on_request(tmp_path, monkeypatch):
+    module = (
+        "import torch\n\n\nclass Inverse(torch.nn.Module):\n    def forward(self, rows):\n        return 1 / rows\n"
+    )
+    (tmp_path / "divided.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    zero = torch.zeros(2)
+    with gpuinfer.Batcher("divided:Inverse", example=zero, check=False, threads=1) as batcher:
+        assert torch.isinf(batcher.predict(zero)).all()
+    with (
+        gpuinfer.Batcher("divided:Inverse", example=zero, threads=1) as batcher,
+        pytest.raises(BadResult, match="NaN or"),
+    ):
+        batcher.predict(zero)
+
+
+def test_another_backend_has_flat_rows_as_arrays():
+    """The echo of a plugin is what it was given."""
+    rows = torch.arange(6.0).view(2, 3)
+    with gpuinfer.Batcher(NET, backend="echo") as batcher:
+        assert torch.equal(batcher.predict(rows[0]), rows[0])
+        assert torch.equal(batcher.predict_batch(rows), rows)
+        assert [one.tolist() for one in batcher.map(rows.numpy())] == rows.tolist()
+
+    async def ask():
+        async with gpuinfer.Batcher(NET, backend="echo") as batcher:
+            return await batcher(rows[1].numpy())
+
+    found = asyncio.run(ask())
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == rows[1].tolist()

@@ -94,7 +94,7 @@ def _is_foreign(content: bytes) -> bool:
     return True
 
 
-def open_folder(path: Path, note: RunNote, settings: Mapping[str, Any], retry: bool) -> AnswerFolder:
+def open_answer_folder(path: Path, note: RunNote, settings: Mapping[str, Any], retry: bool) -> AnswerFolder:
     """Claim the folder for a run of these settings, and see what is done. Raises `UsageError` for answers of others."""
     found = [(one, read_key(one.read_bytes())) for one in sorted(path.glob("[!.]*" + ANSWER_END))]
     if found:

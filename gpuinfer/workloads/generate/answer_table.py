@@ -42,7 +42,7 @@ class AnswerTable(OpenedOutput):
         if self.path is None or self.is_useless:
             return
         try:
-            pack(self.path, self._table)
+            pack_answers(self.path, self._table)
         except OSError as error:
             cure = "Free some space" if error.errno in FULL else "Mend that"
             raise WorkError(
@@ -75,7 +75,7 @@ def answer_schema() -> pyarrow.Schema:
     )
 
 
-def pack(journal: Path, table: Path) -> None:
+def pack_answers(journal: Path, table: Path) -> None:
     """Make the Parquet file of a journal, whole or not at all; one row group is in memory. Raises `OSError`."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -103,7 +103,7 @@ def _groups(journal: Path) -> Iterator[list[Row]]:
         yield rows
 
 
-def unpack(table: Path, journal: Path) -> None:
+def unpack_answers(table: Path, journal: Path) -> None:
     """Make a journal of the Parquet file of an earlier run. Raises `UsageError` for a file that none has written."""
     require_package("pyarrow", "parquet", str(table))
     import pyarrow as pa

@@ -83,7 +83,7 @@ class OpenedOutput:
         self._finished = True
 
     def _is_empty(self) -> bool:
-        return not os.fstat(self.descriptor).st_size and not (self.path and parts_of(self.path))
+        return not os.fstat(self.descriptor).st_size and not (self.path and output_parts(self.path))
 
     def _remove(self) -> None:
         if self.path is not None:
@@ -107,7 +107,7 @@ def waiting_files(path: Path) -> tuple[Path, Path]:
     return path.with_name(path.name + BEFORE), path.with_name(path.name + EARLY)
 
 
-def parts_of(path: Path) -> list[Path]:
+def output_parts(path: Path) -> list[Path]:
     """Files of an output that hold something."""
     return [one for one in (path, *waiting_files(path)) if one.exists() and one.stat().st_size]
 

@@ -24,10 +24,10 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host.files import differences, no_folder, put_whole, sync_folder
 from gpuinfer.host.installation import require_package
 from gpuinfer.serving.openai.row_names import KeySet
-from gpuinfer.workloads.generate.answer_folder import open_folder, other_files
+from gpuinfer.workloads.generate.answer_folder import open_answer_folder, other_files
 from gpuinfer.workloads.generate.answer_lines import DoneRows, EarlierAnswers, read_key
-from gpuinfer.workloads.generate.answer_table import AnswerTable, unpack
-from gpuinfer.workloads.generate.opened_output import STDOUT, OpenedOutput, RunNote, parts_of, waiting_files
+from gpuinfer.workloads.generate.answer_table import AnswerTable, unpack_answers
+from gpuinfer.workloads.generate.opened_output import STDOUT, OpenedOutput, RunNote, output_parts, waiting_files
 from gpuinfer.workloads.generate.output_writer import SpillFile, unfinished_lines
 
 JOURNAL = ".journal"  # behind the name of a Parquet file: the answers, until all are there
@@ -107,7 +107,7 @@ def open_output(
             if_refused.callback(note.close)
             if is_folder(name):
                 _check_folder(path, name, resume)
-                output: OpenedOutput = open_folder(path.resolve(), note, plain, retry)
+                output: OpenedOutput = open_answer_folder(path.resolve(), note, plain, retry)
             elif is_table(name):
                 output = _open_table(path.resolve(), note, plain, resume, retry, ordered)
             else:
@@ -125,9 +125,9 @@ def _open_table(
     journal = path.with_name(path.name + JOURNAL)
     if not resume:
         _refuse_overwriting(path)
-    unpacked = not parts_of(journal) and path.exists() and bool(path.stat().st_size)
+    unpacked = not output_parts(journal) and path.exists() and bool(path.stat().st_size)
     if unpacked:
-        unpack(path, journal)
+        unpack_answers(path, journal)
     try:
         return _opened(journal, note, settings, resume, retry, ordered, partial(AnswerTable, path))
     except BaseException:
@@ -147,7 +147,7 @@ def _opened(
 ) -> OpenedOutput:
     if not resume:  # there may be something since it was looked for
         _refuse_overwriting(path)
-    if parts := parts_of(path):
+    if parts := output_parts(path):
         found = note.settings()
         if found is None:
             raise UsageError(f"{note.path} does not say how {path} was made. Give another --output.")
@@ -175,7 +175,7 @@ def _opened(
 
 def _refuse_overwriting(path: Path) -> None:
     journal = path.with_name(path.name + JOURNAL)
-    for part in (*parts_of(path), *(parts_of(journal) if is_table(path.name) else ())):
+    for part in (*output_parts(path), *(output_parts(journal) if is_table(path.name) else ())):
         raise UsageError(f"{part} exists already. Add --resume to go on with it, or give another --output.")
 
 
