@@ -17,6 +17,7 @@ from gpuinfer.text.hub_cache import HubModel, cache_folder, cached_model, hub_mo
 from gpuinfer.units import memory
 
 ASK_S = 30.0  # for the list of files
+WEIGHTS = (".safetensors", ".bin", ".gguf")
 TRUE = ("1", "ON", "YES", "TRUE")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
@@ -50,13 +51,10 @@ def download_model(name: str, code: bool = False) -> None:
         wanted = _wanted(model, sizes, code)
         _check_space(model, sum(sizes[one] for one in wanted))
         log.info("fetching %d files of %s into %s", len(wanted), model.name, cache_folder())
-        huggingface_hub.snapshot_download(
-            model.repository,
-            revision=model.revision,
-            allow_patterns=[_as_pattern(one) for one in wanted],
-            cache_dir=cache_folder(),
-            endpoint=hub,
-        )
+        for file in sorted(wanted, key=lambda one: (one.endswith(WEIGHTS), one)):  # weights last: their lack is seen
+            huggingface_hub.hf_hub_download(  # in this thread: Ctrl-C ends it at once
+                model.repository, file, revision=model.revision, cache_dir=cache_folder(), endpoint=hub
+            )
     except GpuinferError:
         raise
     except Exception as error:
@@ -88,7 +86,7 @@ def _wanted(model: HubModel, names: Collection[str], code: bool) -> list[str]:
             f"'{model.name}' has {len(ggufs)} GGUF files: {', '.join(ggufs[:8])}{' …' if ggufs[8:] else ''}.\n"
             f"Name one: --model {model.repository}/{ggufs[0]}"
         )
-    if not any(name.endswith((".safetensors", ".bin", ".gguf")) for name in wanted):
+    if not any(name.endswith(WEIGHTS) for name in wanted):
         raise UsageError(f"'{model.name}' has no weights that are read here. Name another repository.")
     return wanted
 
@@ -103,11 +101,6 @@ def _check_space(model: HubModel, needed: int) -> None:
             f"'{model.name}' takes {memory(needed)}, and {folder} has {memory(free)} free. Free some, or put the "
             "cache elsewhere: HF_HOME=/path/on/another/disk"
         )
-
-
-def _as_pattern(name: str) -> str:
-    """A pattern that this name alone fits."""
-    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in name)
 
 
 def _explained(model: HubModel, hub: str, error: Exception) -> GpuinferError:
