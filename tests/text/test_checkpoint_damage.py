@@ -18,7 +18,7 @@ from text.tiny_diffusion import config_of, tiny_diffusion
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM
+from gpuinfer.text.checkpoint.config_keys import ANOTHER_DECODER
 from gpuinfer.text.checkpoint.safetensors_folder import SafetensorsStore, read_header
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -146,7 +146,7 @@ MISFITS = [  # family, what becomes of its tensors, what the message names
     ("llada2", without(*(f"{EXPERT}{n}." for n in (1, 3, 4, 5))), "experts 1, 3, 4 and 1 more of 'model.layers.1.mlp'"),
     ("llada2", without(f"{EXPERT}0.up_proj"), f"'{EXPERT}0.up_proj.weight' [48, 64] is missing"),
     *(
-        ("llama", with_more(QUERY, torch.ones(64, 64).to(dtype)), ANOTHER_PROGRAM)
+        ("llama", with_more(QUERY, torch.ones(64, 64).to(dtype)), ANOTHER_DECODER)
         for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32)
     ),
 ]

@@ -21,7 +21,7 @@ from text.tiny_diffusion import FAMILIES, MASK, config_of, tiny_diffusion
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM, HONOURED, MASKED
+from gpuinfer.text.checkpoint.config_keys import ANOTHER_DECODER, HONOURED, MASKED
 from gpuinfer.text.checkpoint.model_family import biases_of, shape_of
 from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, names_of, tensor_parts
 from gpuinfer.text.transformer import Experts, Masking
@@ -248,7 +248,7 @@ def test_healthy_models_and_what_transformers_writes_pass():
         assert shape_of({**LLAMA, **more}) == shape_of(LLAMA)
 
 
-ELSEWHERE = f"which gpuinfer's own decoders do not run. {ANOTHER_PROGRAM}"
+ELSEWHERE = f"which gpuinfer's own decoders do not run. {ANOTHER_DECODER}"
 REFUSED = {  # by how the message ends: family, changes, what it names
     ELSEWHERE: [
     ("llama", {"model_type": "mixtral"}, "mixtral"),

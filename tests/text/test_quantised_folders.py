@@ -249,7 +249,7 @@ def test_bytes_of_the_quantised_tensors_make_the_fingerprint(tmp_path):
 
 
 REFUSED = [
-    ({"quant_method": "aqlm"}, "quantised by aqlm, which is not read here (gptq, awq, fp8"),
+    ({"quant_method": "aqlm"}, "quantised by aqlm (gptq, awq, fp8"),
     ({"quant_method": "torchao"}, "quantised by torchao"),
     ({}, "quantised by an unnamed method"),
     (GPTQ | {"bits": 5}, "by GPTQ to 5 bits"),

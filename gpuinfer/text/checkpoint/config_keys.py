@@ -373,11 +373,14 @@ ENCODERS = {
     *("nomic_bert", "roberta", "xlm-roberta"),
 }
 ANOTHER_PROGRAM = "Serve it with --backend vllm, if vLLM serves it: docs/vllm.md."
+ANOTHER_DECODER = (
+    "Use -B decoder=transformers, which has transformers' own code compute it, or --backend vllm, if they know it."
+)
 
 
 def elsewhere(what: str) -> UsageError:
     """The error for a model that our own decoders do not run. The backend vllm does not read the folder here."""
-    return UsageError(f"{what}, which gpuinfer's own decoders do not run. {ANOTHER_PROGRAM}")
+    return UsageError(f"{what}, which gpuinfer's own decoders do not run. {ANOTHER_DECODER}")
 
 
 def no_generator(what: str) -> UsageError:

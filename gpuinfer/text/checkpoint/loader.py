@@ -12,7 +12,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.built_in import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
-from gpuinfer.text.checkpoint.config_keys import ConfigFields, is_native
+from gpuinfer.text.checkpoint.config_keys import FAMILIES, ConfigFields, is_native
 from gpuinfer.text.checkpoint.distributed_checkpoint import METADATA, open_store, open_trained
 from gpuinfer.text.checkpoint.gguf_model import open_gguf
 from gpuinfer.text.checkpoint.model_family import MaskHints, shape_of
@@ -75,9 +75,14 @@ def _open(spec: ModelSpec, hints: MaskHints, decoder: DecoderChoice) -> Checkpoi
 
 
 def _open_here(folder: Path, name: str, hints: MaskHints, decoder: DecoderChoice) -> Checkpoint:
-    if decoder == "native" or (decoder is None and is_native(read_config(folder))):
+    native = is_native(config := read_config(folder))
+    if decoder == "native" and not native:
+        raise UsageError(
+            f"no decoder of ours is for models of type '{str(config.get('model_type'))[:40]}' ({', '.join(FAMILIES)} "
+            "run in ours). Leave -B decoder=native out: transformers' own code computes the others."
+        )
+    if native and decoder != "transformers":
         return open_folder(folder, name, hints)
-    read_config(folder)  # it says what is wrong where there is none
     return open_with_transformers(folder, name)
 
 

@@ -174,6 +174,11 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
     shape, folder = checkpoint.shape, Path(place).expanduser()
     if shape.layers == 0:
         raise UsageError(f"the model '{checkpoint.name}' has no layers that could be adapted. Choose another.")
+    if shape.decoder == "transformers":
+        raise UsageError(
+            f"adapters are for models that our own decoders compute, and transformers' code computes "
+            f"'{checkpoint.name}', a {shape.family} model. {MERGE}"
+        )
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder} with an adapter. Give one as PEFT saves it (save_pretrained).")
     config = read_adapter_config(folder)

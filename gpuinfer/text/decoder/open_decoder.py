@@ -311,6 +311,10 @@ def open_sized(
         decoder = NullDecoder(shape, slots=min(count, of_all), pages=of_all, length=length, dtype=weights_dtype)
         return decoder, Sizing(decoder.slots, of_all, 0, 0, free_memory(device))
     if isinstance(checkpoint, TransformersCheckpoint):
+        if compile:
+            raise UsageError(
+                "-B compile is for our own decoders, and transformers' code computes this model. Leave it out."
+            )
         return open_transformers(
             checkpoint,
             weights_dtype,

@@ -113,6 +113,11 @@ class TextCut:
 
 def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list[torch.device]:
     """Of each stage. Raises `UsageError` for a model that cannot be cut into so many."""
+    if checkpoint.shape.decoder == "transformers":
+        raise UsageError(
+            f"{title(checkpoint.name)} is computed by transformers' own code, which is not cut into stages. Leave -B "
+            "parallel out."
+        )
     if not checkpoint.shape.layers:
         raise UsageError(f"{title(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
     return places_of(tuning, resolve_devices(setup.devices), checkpoint.shape.layers, checkpoint.name)
