@@ -111,6 +111,32 @@ def test_constraints_stop_strings_and_samples_work_as_ever():
     assert [len(one.tokens) for one in sampled.completions] == [6, 6, 6]
 
 
+def test_embeddings_are_the_last_states_of_transformers():
+    folder = tiny_family("gemma3_text")
+    generator = opened(folder)
+    (prepared,) = generator.prepare([Prompt(text=TEXTS[2])])
+    (found,) = run(generator, [Prompt(text=TEXTS[2], embed="last")])
+    generator.close()
+    with torch.inference_mode():
+        state = peer(folder).base_model(torch.tensor(prepared.tokens.tolist())[None]).last_hidden_state[0, -1]
+    expected = state / state.norm()
+    assert torch.allclose(torch.frombuffer(bytearray(found.embedding), dtype=torch.float32), expected, atol=1e-4)
+
+
+REFUSED_OPTIONS = {"compile": {"compile": True}, "parallel": {"parallel": "pipeline", "stages": 2}}
+
+
+@pytest.mark.parametrize("option", REFUSED_OPTIONS)
+def test_options_of_native_decoders_are_refused(option):
+    with pytest.raises(UsageError, match=rf"-B\s{option}|transformers' own code"):
+        opened(tiny_family("gemma"), **REFUSED_OPTIONS[option])
+
+
+def test_adapters_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="adapters are for models that our own decoders compute"):
+        opened(tiny_family("gemma"), adapters={"one": str(tmp_path)})
+
+
 def test_new_weights_are_taken_over_and_others_are_refused(tmp_path):
     other = tiny_family("gemma3_text", seed=1)
     generator, there = opened(tiny_family("gemma3_text")), opened(other)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
@@ -86,6 +87,14 @@ class TransformersDecoder:
         return self._logits(batch, wanted)
 
     @torch.no_grad()
+    def states(self, step: Step) -> NDArray[np.float32]:
+        """What the last norm gives of each token, [tokens, hidden]."""
+        self._cache.begin(step, False)
+        batch = batch_of(step, self._cache, self._windows, self._uploads)
+        found = self._through(self._model.base_model, batch).last_hidden_state[0]
+        return np.asarray(found.float().cpu().numpy(), np.float32)
+
+    @torch.no_grad()
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `step.Decoder.copy_pages`."""
         self._cache.copy_pages(sources, targets)
@@ -159,18 +168,20 @@ class TransformersDecoder:
 
     def _logits(self, batch: StepBatch, wanted: Tensor) -> Tensor:
         """Through the model: float32 [wanted, vocabulary]."""
-        self._batch, self._layer = batch, 0
         given: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        try:
-            found = self._model(
-                input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, **given
-            ).logits[0]
-        finally:
-            self._batch = None
+        found = self._through(self._model, batch, **given).logits[0]
         if len(found) != len(wanted):
             found = found.index_select(0, wanted)
         logits: Tensor = found.float()
         return logits
+
+    def _through(self, model: Any, batch: StepBatch, **given: Any) -> Any:
+        """What `model`, or a part of it, makes of all tokens of the batch, as one row."""
+        self._batch, self._layer = batch, 0
+        try:
+            return model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, **given)
+        finally:
+            self._batch = None
 
     def _attend(
         self,
