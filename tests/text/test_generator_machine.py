@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from msgspec import structs
+from text.guessing import FreeTokens, guessing
 from text.pages_held import all_free, check_pages
 from text.test_generator_properties import prompts
 from text.toy import LETTERS, add, alone, joined, toy_generator
@@ -32,10 +33,13 @@ class Served(RuleBasedStateMachine):
         pages=st.sampled_from([None, 2, 3, 5, 21, 40]),
         nan=st.sampled_from([None, NAN]),
         ahead=st.booleans(),
+        right=st.sampled_from([None, None, 0.6, 1.0]),
     )
-    def start(self, slots, step_tokens, gather_steps, pages, nan, ahead):
+    def start(self, slots, step_tokens, gather_steps, pages, nan, ahead, right):
         self.generator = toy_generator(slots, LENGTH, step_tokens, gather_steps=gather_steps, pages=pages, ahead=ahead)
-        self.generator.decoder.poison, self.generator.decoder.nan = POISON, nan
+        if right is not None:
+            self.generator.speculate(guessing(LENGTH, right), 15, FreeTokens())
+        self.generator.decoder.poison, self.generator.decoder.nan = POISON, nan if right is None else None
         self.open: dict[int, Prompt] = {}
         self.given: dict[int, list] = {}
         self.changed: set[int] = set()  # tickets under way when the weights changed

@@ -73,6 +73,18 @@ def test_a_lone_row_takes_as_many_tokens_as_pay_and_a_full_batch_takes_none():
     assert proposed(speculation(1, lambda tokens: 0.04 * tokens), 1) is None
 
 
+def test_a_step_that_was_disturbed_ends_nothing():
+    """Slow steps of one size keep proposals away for a while, not for good."""
+    found = speculation(1, lambda tokens: 0.04 + 0.0005 * tokens)
+    for _ in range(100):
+        for tokens in (2, 4, 8, 16):
+            found.times.took(tokens, 4.0)
+    assert proposed(found, 1) is None
+    for _ in range(70):
+        found.times.took(1, 0.04)
+    assert proposed(found, 1)[0] > 0
+
+
 def test_rows_whose_proposals_come_true_take_more_and_others_fewer():
     found = speculation(2, lambda tokens: 0.04 + 0.002 * tokens)
     slots = np.arange(2, dtype=np.int32)
@@ -156,6 +168,19 @@ def test_a_model_answers_with_the_same_bits(name, dtype):
     assert sum(one.proposed for one in steps) > 0
     plain.close()
     quick.close()
+
+
+def test_a_model_of_transformers_answers_with_the_same_bits():
+    asked = [
+        Prompt(text=text * 2, key=text, sampling=Sampling(max_tokens=30, ignore_eos=True, temperature=0, logprobs=2))
+        for text in TEXTS
+    ]
+    plain, quick = (opened(tiny_checkpoint("llama"), decoder="transformers") for _ in range(2))
+    quick.speculate(PromptLookup, 15, FreeTokens())
+    steps = []
+    expected, found = run(plain, asked), run(quick, asked, watch=steps.append)
+    assert [one.completions for one in found] == [one.completions for one in expected]
+    assert sum(one.accepted for one in steps) > 0
 
 
 DRAFTS = {"the model itself": {}, "another one": {"seed": 5, "num_hidden_layers": 1}}

@@ -126,9 +126,10 @@ class Acceptance:
 
 
 SLOPE = 1 / 32  # of the seconds of the smallest step, that a token adds where nothing is known
-LEARNED, LEARNED_FASTER = 0.1, 0.3  # how far a new figure counts; one that is lower than what is known
+RISE, FALL = 0.03, 0.5  # how far a figure follows a slower step, and a faster one: others disturb steps, and help none
+MIXED = 0.1  # how far the mean tokens of a size follow those of a step
 OUTLIER = 2.0  # times what is known: no step counts for more
-STALE = 1024  # steps after which a size that has not come is forgotten: what else computes comes and goes
+STALE = 24  # steps after which a size that has not come is tried as if nothing were known of it
 
 
 class StepTimes:
@@ -150,11 +151,10 @@ class StepTimes:
         self._steps += 1
         size = (tokens - 1).bit_length()
         mean, usual, _ = self._known.get(size, (float(tokens), seconds, 0))
-        share = LEARNED if seconds > usual else LEARNED_FASTER
-        usual += share * (min(seconds, OUTLIER * usual) - usual)
-        self._known[size] = mean + LEARNED * (tokens - mean), usual, self._steps
-        if self._steps % STALE == 0:
-            self._known = {size: one for size, one in self._known.items() if one[2] > self._steps - STALE}
+        usual += (RISE if seconds > usual else FALL) * (min(seconds, OUTLIER * usual) - usual)
+        self._known[size] = mean + MIXED * (tokens - mean), usual, self._steps
+        least = min(self._known)
+        self._known = {n: one for n, one in self._known.items() if n == least or one[2] > self._steps - STALE}
 
     def of(self, tokens: NDArray[np.int64]) -> Floats:
         """Seconds of steps of so many tokens, ascending; of no unit before a step was seen."""
