@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ToolFormatName = Literal["auto", "hermes", "llama3", "mistral"]
 Reasoning = Literal["auto", "none"]
+MOST_CHARACTERS = 64 << 10  # of all tools' schemas: what one grammar may have
 PROBE = ({"role": "user", "content": "probe"},)
 
 
@@ -143,9 +144,15 @@ class AnswerForms:
             if schema is None or not form.begin:
                 why = "another form of the answer is asked for beside `tools`. Keep one of them"
                 raise BadRequest(f'{why}, or say "tool_choice": "none".', "tools")
-        check_tool_grammars(chosen.tools)
         token = self._language().special_token(form.begin) if form.special else None
-        grammar = tools_grammar(form, chosen, begin_token=token, answer_schema=schema, thinks=thinks)
+        try:
+            grammar = tools_grammar(form, chosen, begin_token=token, answer_schema=schema, thinks=thinks)
+        except RecursionError:
+            raise BadRequest("the schemas of `tools` are nested too deep. Make them flatter.", "tools") from None
+        if len(grammar) > MOST_CHARACTERS:
+            what = f"the schemas of `tools` come to {len(grammar):,} characters, and {MOST_CHARACTERS:,} are the most"
+            raise BadRequest(f"{what}. Shorten them, or leave tools out.", "tools")
+        check_tool_grammars(chosen.tools)
         sampling = msgspec.structs.replace(prompt.sampling, constraint=Constraint(grammar=grammar))
         if token is not None:  # what begins calls is then no part of the text, unless special tokens are
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)

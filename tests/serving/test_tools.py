@@ -226,6 +226,7 @@ def tool(**parameters):
         ({"model": "unknown"}, "tools", "--tool-format"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
          "messages[0].tool_calls[0].function.arguments", "is not JSON"),
+        (tool(properties={"a": {"enum": ["x" * 70_000]}}), "tools", "65,536 are the most"),
         ({"functions": [{"name": "f"}]}, "functions", "not to be had"),
     ],
 )  # fmt: skip
