@@ -66,6 +66,7 @@ ENVIRONMENT = forking.own_environment(
     PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "examples")]), HF_HUB_CACHE=HUB_CACHE
 )
 UP_S, DOWN_S = 180.0, 90.0  # for a server to come up, and to end once it was asked to
+PACKAGED_MODEL = re.compile(r"gpuinfer .*--model (smollm2|gemma3)\b")  # tests/real has their files, and runs these
 NOT_RUN = ("make ", "pip ", "python -m pip ", "python benchmarks/", "benchmarks/")  # set-up, and hours of measuring
 
 
@@ -86,6 +87,7 @@ def to_run(page: Path) -> list[str]:
     earlier = {line for one in PAGES[: PAGES.index(page)] for line in commands(one)}
     scripts = tuple(f"python {name}" for name in files(page))
     ours = [line for line in commands(page) if line.startswith(RUNS) or line in scripts]
+    ours = [line for line in ours if not PACKAGED_MODEL.match(line)]
     return [line for line in ours if not (line in earlier and line.split()[1] in ALONE and " serve" not in line)]
 
 

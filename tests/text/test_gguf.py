@@ -17,6 +17,7 @@ import torch
 from text.gguf_files import (
     KINDS,
     as_read,
+    gguf_name,
     gguf_of,
     gguf_tensors,
     model_metadata,
@@ -311,7 +312,7 @@ def test_a_file_that_shrinks_once_opened(tmp_path):
 
 REFUSED = [  # metadata that change | what the message names
     ({"general__architecture": "clip"}, "is a model of architecture 'clip'"),
-    ({"llama__expert_count": 8}, "architecture 'llama with experts'"),
+    ({"llama__expert_count": 8}, "architecture 'llama with experts', which is not read from GGUF files"),
     ({"llama__attention__scale": 0.5}, "'llama.attention.scale': 0.5"),
     ({"llama__attention__head_count": 0}, "'attention.head_count' is 0, not a whole number from 1"),
     ({"llama__feed_forward_length": 96}, "its header makes it"),
@@ -360,3 +361,71 @@ def test_answers_are_those_of_the_dequantised_folder(tmp_path, gpuinfer, monkeyp
         assert code == 0, err
         found.append(json.loads(Path(f"{model}.jsonl").read_text())["text"])
     assert found[0] == found[1]
+
+
+GEMMA = {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def gemma_file(model, folder, path):
+    """The file of transformers' Gemma 3: norms plus one; and its metadata."""
+    config, tensors = model.config, {}
+    for name, tensor in model.state_dict().items():
+        stem, _, ending = name.rpartition(".")
+        if stem == "lm_head":
+            continue
+        number, _, rest = stem.removeprefix("model.layers.").partition(".")
+        own = f"blk.{number}.{GEMMA[rest]}.{ending}" if rest in GEMMA else gguf_name(name)
+        values = tensor.numpy()
+        tensors[own] = stored(values + 1 if stem.endswith("norm") else values, "F32")
+    keys = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.sliding_window": config.sliding_window,
+        "rope.freq_base": 1_000_000.0,
+    }
+    metadata = tokenizer_metadata(folder) | {f"gemma3.{key}": value for key, value in keys.items()}
+    return write_gguf(path, "gemma3", metadata, tensors)
+
+
+def test_gemma_3_is_computed_by_transformers_from_the_file(tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "head_dim": 32, "sliding_window": 16}
+    config = transformers.Gemma3TextConfig(
+        vocab_size=384,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        query_pre_attn_scalar=32,
+        **sizes,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.uniform_(-0.5, 0.5) if "norm" in name else None
+    found = opened(gemma_file(model, tiny_checkpoint("llama"), tmp_path / "m.gguf"))
+    assert (found.shape.family, found.shape.decoder) == ("gemma3_text", "transformers")
+    assert found.shape.windows == (*[16] * 5, None, 16)
+    read = found.model(torch.float32)
+    for name, tensor in read.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=0, atol=1e-6)
+    tokens = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        read.set_attn_implementation("eager")
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    open_language(found.language, found.shape)
+    assert found.fingerprint != opened(gguf_of(tiny_checkpoint("llama"), tmp_path / "other.gguf")).fingerprint

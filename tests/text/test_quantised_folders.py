@@ -249,9 +249,13 @@ def test_bytes_of_the_quantised_tensors_make_the_fingerprint(tmp_path):
 
 
 REFUSED = [
-    ({"quant_method": "aqlm"}, "quantised by aqlm (gptq, awq, fp8"),
-    ({"quant_method": "torchao"}, "quantised by torchao"),
-    ({}, "quantised by an unnamed method"),
+    (
+        {"quant_method": "aqlm"},
+        "which transformers reads through a package that is not installed: pip install 'aqlm[cpu]'",
+    ),
+    ({"quant_method": "torchao"}, "pip install 'torchao'"),
+    ({"quant_method": "tomorrow"}, "quantised by tomorrow, which neither gpuinfer (gptq, awq, fp8"),
+    ({"bits": 4}, "quantised by an unnamed method"),
     (GPTQ | {"bits": 5}, "by GPTQ to 5 bits"),
     (GPTQ | {"checkpoint_format": "marlin"}, "in the format 'marlin'"),
     ({"quant_method": "awq", "version": "gemv"}, "AWQ to 4 bits in the format 'gemv'"),
@@ -276,3 +280,29 @@ def test_parts_that_do_not_fit_each_other(tmp_path):
     save_file(state | {name: state[name][:, :5].contiguous()}, folder / FILE)
     with pytest.raises(UsageError, match=r"'model\.layers\.0\.mlp\.down_proj\.weight' in .* do not fit each other"):
         opened(folder).weights(torch.float32)
+
+
+def test_families_that_transformers_computes_are_dequantised_too(tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = transformers.AutoModelForCausalLM.from_config(transformers.Olmo2Config(vocab_size=384, **sizes))
+    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "model")  # its tokenizer
+    (folder / FILE).unlink()
+    made.save_pretrained(folder)
+    state, wanted = {}, {}
+    for name, tensor in load_file(folder / FILE).items():
+        if name.endswith("_proj.weight"):
+            parts, wanted[name] = gptq(tensor)
+            state |= {name.removesuffix("weight") + part: one for part, one in parts.items()}
+        else:
+            state[name] = wanted[name] = tensor
+    save_file(state, folder / FILE)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": GPTQ}))
+    found = opened(folder)
+    assert found.shape.decoder == "transformers"
+    read = found.model(torch.float32).state_dict()
+    assert read.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(read[name], tensor)

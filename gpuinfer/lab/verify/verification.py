@@ -201,7 +201,9 @@ class Verification:
 
     def _tokens(self, opened: VerifySetup, other: transformers_peer.TransformersPeer) -> Difference:
         if opened.checkpoint.language.folder is None:
-            return skipped(TOKENS, "the model has no tokenizer: its tokens are bytes")
+            file = opened.checkpoint.language.gguf is not None
+            own = "its tokenizer is in the GGUF file" if file else "the model has no tokenizer: its tokens are bytes"
+            return skipped(TOKENS, own)
         try:
             return transformers_peer.compare_tokens(opened, TOKENS, other)
         except transformers_peer.TransformersFailed as error:

@@ -20,7 +20,8 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.config_keys import MASKED, ConfigFields
-from gpuinfer.text.checkpoint.model_family import Biases, masking_of
+from gpuinfer.text.checkpoint.gguf_model import config_of_gguf
+from gpuinfer.text.checkpoint.model_family import Biases, masking_of, shape_of
 from gpuinfer.text.checkpoint.rotary_family import rope_of
 from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, StoredTensor, names_of, tensor_parts
 from gpuinfer.text.transformer import Experts, Shape
@@ -163,13 +164,21 @@ def open_builtin(name: str) -> Checkpoint:
 
 def save_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json, generation_config.json and model.safetensors: of a built-in model without a tokenizer, as
-    prompts are sent as tokens; of a model in training with all settings of its base model.
+    prompts are sent as tokens; of a model in training with all settings of its base model; of a GGUF file dequantised,
+    without its tokenizer.
 
     Raises `UsageError` for any other model.
     """
     shape, base = checkpoint.shape, checkpoint.language.folder
     in_training = checkpoint.folder is None and base is not None and shape.family != "nanogpt"
-    if not in_training and (checkpoint.folder is not None or shape.family not in CONFIGS):
+    file = checkpoint.language.gguf
+    if file is not None:
+        config = config_of_gguf(file)
+        if shape_of(config).rope != shape.rope:
+            raise UsageError(
+                f"{file.path} turns positions in a way that no config.json can say. Use the original folder."
+            )
+    elif not in_training and (checkpoint.folder is not None or shape.family not in CONFIGS):
         raise UsageError(f"model '{checkpoint.name}' is not one that can be written out. Use 'tiny'.")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -181,7 +190,8 @@ def save_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
         for path in checkpoint.settings:
             shutil.copyfile(path, folder / path.name)
         return
-    (folder / "config.json").write_text(json.dumps(config_of(checkpoint, dtype), indent=2))
+    written = config_of(checkpoint, dtype) if file is None else config
+    (folder / "config.json").write_text(json.dumps(written, indent=2))
     ends = {"eos_token_id": list(checkpoint.shape.end_tokens)}
     (folder / "generation_config.json").write_text(json.dumps(ends))
 

@@ -408,7 +408,8 @@ def is_native(settings: Mapping[str, Any]) -> bool:
     listed = architectures if isinstance(architectures, list) else []
     if any(one.architecture in listed for one in MASKED.values()):
         return True
-    return ALIASES.get(kind, kind) in FAMILIES
+    quantised = settings.get("quantization_config")
+    return ALIASES.get(kind, kind) in FAMILIES and (not quantised or quantisation_method(quantised) in DEQUANTISED)
 
 
 def supported_family(config: ConfigFields) -> str:
@@ -478,15 +479,20 @@ DEQUANTISED = ("gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsan
 """Methods of quantization_config whose weights are read as plain numbers."""
 
 
+def quantisation_method(settings: Any) -> str:
+    """What quantization_config says."""
+    if not isinstance(settings, Mapping):
+        return "an unnamed method"
+    old = "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else "an unnamed method"
+    return str(settings.get("quant_method") or old)  # bitsandbytes had no name in its first files
+
+
 def quantisation_of(config: ConfigFields) -> ConfigFields | None:
     """How the weights are quantised; None: they are not. Raises `UsageError` for a method that is not read."""
     if not config.has("quantization_config"):
         return None
-    values = dict(config.mapping("quantization_config"))
-    if "quant_method" not in values and (values.get("load_in_4bit") or values.get("load_in_8bit")):
-        values["quant_method"] = "bitsandbytes"  # as files before the method had a name
-    settings = ConfigFields(values, f"{config.where}: quantization_config")
-    method = settings.text("quant_method", "an unnamed method")
+    settings = ConfigFields(config.mapping("quantization_config"), f"{config.where}: quantization_config")
+    method = quantisation_method(settings.values)
     if method not in DEQUANTISED:
         raise elsewhere(f"the weights are quantised by {method[:40]} ({', '.join(DEQUANTISED)} are read here)")
     return settings

@@ -4,7 +4,7 @@ Hugging Face folder has, dequantised as they are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -25,7 +25,7 @@ from gpuinfer.text.checkpoint.checkpoint import (
     tensor_digests,
 )
 from gpuinfer.text.checkpoint.config_keys import ConfigFields, elsewhere, key_set, shown_value
-from gpuinfer.text.checkpoint.gguf_file import GgufFile, GgufTensor, damaged_gguf, gguf_library, open_gguf_file
+from gpuinfer.text.checkpoint.gguf_file import GgufFile, GgufTensor, damaged_gguf, gguf_library
 from gpuinfer.text.checkpoint.model_family import Biases, shape_of
 from gpuinfer.text.checkpoint.tensor_layout import LLAMA, RotaryLayout, StoredTensor, check_store, tensor_parts
 from gpuinfer.text.transformer import Rope, Shape
@@ -45,11 +45,13 @@ KNOWN = key_set("""
 """Keys behind the architecture's name that are honoured, or change nothing."""
 
 
-def open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
-    """`paths` as of `open_gguf_file`. Weights are not read. Raises `UsageError`."""
-    file = open_gguf_file(paths)
-    if file.architecture not in NATIVE or file.metadata.get(f"{file.architecture}.expert_count"):
-        raise elsewhere(f"{file.path} is a model of architecture '{shown_architecture(file)}'")
+def is_native_gguf(file: GgufFile) -> bool:
+    """Whether a decoder of ours is for the model."""
+    return file.architecture in NATIVE and not file.metadata.get(f"{file.architecture}.expert_count")
+
+
+def open_gguf(file: GgufFile, name: str) -> Checkpoint:
+    """The model of a file for which `is_native_gguf`. Weights are not read. Raises `UsageError`."""
     config = config_of_gguf(file)
     shape = _turned_by_factors(shape_of(config, where=str(file.path)), file)
     biases = Biases(*(f"blk.0.{one}.bias" in file.tensors for one in ("attn_q", "attn_output", "ffn_up", "ffn_down")))
@@ -88,7 +90,7 @@ class GgufFields(ConfigFields):
 def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     """What config.json says of the model, without scaling that only the file's tensors tell. Raises `UsageError`."""
     fields = GgufFields(file)
-    _refuse_unknown(fields)
+    refuse_unknown_metadata(fields, KNOWN)
     embedding = file.tensors.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise damaged_gguf(file.path, f"it has no tensor '{EMBEDDING}'")
@@ -125,8 +127,9 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _refuse_unknown(fields: GgufFields) -> None:
-    strange = {key: value for key, value in fields.values.items() if key not in KNOWN and value not in (0, False, "")}
+def refuse_unknown_metadata(fields: GgufFields, known: Collection[str]) -> None:
+    """Raises `UsageError` for keys of the architecture beside the `known` ones, unless they switch something off."""
+    strange = {key: value for key, value in fields.values.items() if key not in known and value not in (0, False, "")}
     if strange:
         shown = ", ".join(f"'{fields.prefix}{key[:60]}': {shown_value(strange[key])}" for key in list(strange)[:3])
         raise elsewhere(f"{fields.where} has {shown}: it may change what the model computes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from gpuinfer.text.checkpoint.built_in import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.config_keys import FAMILIES, ConfigFields, is_native
 from gpuinfer.text.checkpoint.distributed_checkpoint import METADATA, open_store, open_trained
-from gpuinfer.text.checkpoint.gguf_model import open_gguf
+from gpuinfer.text.checkpoint.gguf_file import open_gguf_file
+from gpuinfer.text.checkpoint.gguf_model import is_native_gguf, open_gguf
+from gpuinfer.text.checkpoint.gguf_transformers import open_gguf_with_transformers
 from gpuinfer.text.checkpoint.model_family import MaskHints, shape_of
 from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
 from gpuinfer.text.checkpoint.safetensors_folder import (
@@ -64,14 +67,19 @@ def _open(spec: ModelSpec, hints: MaskHints, decoder: DecoderChoice) -> Checkpoi
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file" and path.suffix == ".gguf":
-        return open_gguf([path], spec.name)
+        return _open_gguf([path], spec.name)
     if kind == "file":
         raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
     if spec.name in PACKAGED:
-        return open_gguf(packaged_files(spec.name), spec.name)
+        return _open_gguf(packaged_files(spec.name), spec.name)
     if spec.name in BUILT_IN:
         return open_builtin(spec.name)
     raise no_such_model(spec.name, path, [*BUILT_IN, *PACKAGED])
+
+
+def _open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
+    file = open_gguf_file(paths)
+    return open_gguf(file, name) if is_native_gguf(file) else open_gguf_with_transformers(file, name)
 
 
 def _open_here(folder: Path, name: str, hints: MaskHints, decoder: DecoderChoice) -> Checkpoint:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import quantised_formats as formats
 from gpuinfer.text.checkpoint.checkpoint import Digests
-from gpuinfer.text.checkpoint.config_keys import ConfigFields, elsewhere
+from gpuinfer.text.checkpoint.config_keys import ConfigFields, elsewhere, quantisation_method
 from gpuinfer.text.checkpoint.tensor_layout import Store, StoredTensor
 
 PART = re.compile(
@@ -97,7 +97,7 @@ def read_whole(store: Store, name: str) -> Tensor:
 
 def dequantising(stored: Store, settings: ConfigFields) -> QuantisedStore:
     """`settings`: quantization_config, its method one of METHODS. Raises `UsageError` for formats that are not read."""
-    find = METHODS[settings.text("quant_method", "")]
+    find = METHODS[quantisation_method(settings.values)]
     modules: dict[str, dict[str, str]] = {}
     plain = []
     for name in stored.tensors:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,16 @@ from gpuinfer.text.checkpoint.checkpoint import (
     settings_files,
     tensor_digests,
 )
-from gpuinfer.text.checkpoint.config_keys import ConfigFields, read_json, refuse_remote_code
+from gpuinfer.text.checkpoint.config_keys import (
+    DEQUANTISED,
+    ConfigFields,
+    quantisation_method,
+    read_json,
+    refuse_remote_code,
+)
 from gpuinfer.text.checkpoint.memory_estimate import STEP_TOKENS, Estimate, page_bytes, working
 from gpuinfer.text.checkpoint.model_family import Biases
+from gpuinfer.text.checkpoint.quantised_store import dequantising
 from gpuinfer.text.checkpoint.rotary_family import beginning_of, end_tokens_of
 from gpuinfer.text.checkpoint.safetensors_folder import open_shards
 from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, StoredTensor
@@ -87,11 +95,12 @@ class TransformersCheckpoint(Checkpoint):
 
     traced: TracedModel
     weights_from: Path
+    state: Callable[[torch.dtype], dict[str, Tensor]] | None = None  # of all tensors; None: transformers reads them
 
     @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits of settings, tokenizer and weights, file by file. Raises `UsageError`."""
-        digest = hashlib.sha256(b"transformers")
+        digest = hashlib.sha256(b"transformers" + self.identity)
         for path in self.settings:
             try:
                 digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
@@ -119,15 +128,18 @@ class TransformersCheckpoint(Checkpoint):
         """Transformers' model on the CPU in `dtype`, with our attention in it, and the weights of `folder` instead of
         its own. Raises `UsageError` for weights that are missing, damaged, or of another model.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
         register_attention()
         place = self.weights_from if folder is None else folder
+        given = self.state(dtype) if self.state is not None and folder is None else None
+        classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+        make: Any = AutoModelForCausalLM if given is None else classes[type(self.traced.config)]
         try:
             with quiet():
-                make: Any = AutoModelForCausalLM
                 model, told = make.from_pretrained(
-                    place,
+                    place if given is None else None,
+                    state_dict=given,
                     config=copy.deepcopy(self.traced.config),
                     dtype=dtype,
                     attn_implementation=OURS,
@@ -159,10 +171,17 @@ def open_with_transformers(folder: Path, name: str) -> TransformersCheckpoint:
     others = [folder / "generation_config.json", folder / "tokenizer_config.json"]
     generation, tokenizer = (read_json(path) if path.is_file() else {} for path in others)
     config = read_transformers_config(folder)
+    quantised: Any = getattr(config, "quantization_config", None)
+    settings = None
+    if quantised is not None:
+        refuse_missing_package(quantisation_method(quantised), folder)
+    if quantisation_method(quantised) in DEQUANTISED:  # by us, whatever is installed
+        settings = ConfigFields(quantised, "config.json: quantization_config")
+        del config.quantization_config
     refuse_remote_code(tokenizer, str(others[1]))
     found = traced(config)
     shape = shape_of_traced(found, generation)
-    stored = open_shards(folder).tensors
+    stored = open_shards(folder, quantised=quantised is not None).tensors
     matrices = [str(one.dtype).removeprefix("torch.") for one in stored.values() if len(one.shape) > 1]
     return TransformersCheckpoint(
         name=name,
@@ -175,7 +194,50 @@ def open_with_transformers(folder: Path, name: str) -> TransformersCheckpoint:
         language=LanguageFiles(folder=folder),
         traced=found,
         weights_from=folder,
+        state=None if settings is None else partial(dequantised_state, folder, settings),
     )
+
+
+QUANTISERS = {  # methods that transformers opens through another package: how it is imported, and installed
+    "aqlm": ("aqlm", "aqlm[cpu]"),
+    "auto-round": ("auto_round", "auto-round"),
+    "eetq": ("eetq", "eetq"),
+    "higgs": ("flute", "flute-kernel"),
+    "hqq": ("hqq", "hqq"),
+    "quanto": ("optimum.quanto", "optimum-quanto"),
+    "spqr": ("spqr_quant", "spqr_quant"),
+    "torchao": ("torchao", "torchao"),
+    "vptq": ("vptq", "vptq"),
+}
+
+
+def refuse_missing_package(method: str, folder: Path) -> None:
+    """Raises `UsageError` for a method whose weights neither we nor transformers, as it is installed, can read."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    if method in DEQUANTISED:
+        return
+    module, package = QUANTISERS.get(method, ("", ""))
+    if module and find_spec(module.partition(".")[0]) is None:
+        raise UsageError(
+            f"the weights in {folder} are quantised by {method}, which transformers reads through a package that is "
+            f"not installed: pip install '{package}'. Without it: {', '.join(DEQUANTISED)}."
+        )
+    if not module and method not in AUTO_QUANTIZER_MAPPING:
+        raise UsageError(
+            f"the weights in {folder} are quantised by {method[:40]}, which neither gpuinfer "
+            f"({', '.join(DEQUANTISED)}) nor the installed transformers reads. Give the original folder, or use "
+            "--backend vllm if vLLM knows it."
+        )
+
+
+def dequantised_state(folder: Path, settings: ConfigFields, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a quantised folder as plain ones. Raises `UsageError` for what is not read."""
+    store = dequantising(open_shards(folder, quantised=True), settings)
+    found = {name: torch.empty(one.shape, dtype=dtype) for name, one in store.tensors.items()}
+    for name, into in found.items():
+        store.read(name, into)
+    return found
 
 
 def shape_of_traced(found: TracedModel, generation: Mapping[str, Any]) -> Shape:
