@@ -205,3 +205,44 @@ def test_the_choice_of_native_is_refused_where_the_family_is_not():
 def test_weights_of_another_shape_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"not those of a gemma model of this config.*size"):
         opened(changed("gemma", tmp_path, intermediate_size=80))
+
+
+LONG_ROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0],
+        "original_max_position_embeddings": 64,
+    },
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_rotary_positions_that_grow_are_those_of_the_context_in_any_company():
+    """Transformers takes the long ones when the longest row of a batch is long; a short row beside it must not care."""
+    folder = tiny_family("phi3", **LONG_ROPE)
+    texts = ["The quick", "x", TEXTS[2]]
+    prompts = [Prompt(text=text, sampling=GREEDY) for text in texts]
+    generator = opened(folder, context=256)
+    together = tokens_of(generator, prompts)
+    generator.close()
+    generator = opened(folder, context=256, slots=1)
+    alone = [tokens for prompt in reversed(prompts) for tokens in tokens_of(generator, [prompt])]
+    generator.close()
+    assert together == alone[::-1]
+    generator = opened(folder, context=64)  # the model's original one: as transformers computes short rows
+    found = [[one for one in tokens if one != END] for tokens in tokens_of(generator, prompts[:2])]
+    assert found == transformers_tokens(folder, generator, prompts[:2])
+    assert found != [[one for one in tokens if one != END] for tokens in together[:2]]
+    generator.close()
+
+
+def test_proposed_tokens_are_verified_with_the_same_answers():
+    folder, prompts = tiny_family("gemma3_text"), [Prompt(text=text, sampling=GREEDY) for text in TEXTS]
+    found = []
+    for speculate in ("off", "lookup"):
+        generator = opened(folder, speculate=speculate)
+        found.append(tokens_of(generator, prompts))
+        generator.close()
+    assert found[0] == found[1]

@@ -194,6 +194,8 @@ def _traced(kind: str, text: str, given: _Given) -> TracedModel:
         with quiet(), torch.no_grad(), torch.device("meta"):
             make: Any = AutoModelForCausalLM
             model = make.from_config(config, attn_implementation=TRACED).eval()
+            for module, layer_type in growing_rotary(model):
+                settle_rotary(module, layer_type)
             ones = torch.ones((1, TOKENS), dtype=torch.int64)
             numbers = torch.arange(TOKENS)[None]
             found = model(input_ids=ones, attention_mask=ones, position_ids=numbers, use_cache=False)
@@ -224,6 +226,22 @@ def _traced(kind: str, text: str, given: _Given) -> TracedModel:
         any(word in one for one in classes for word in ("experts", "moe", "router")),
         "logits_to_keep" in inspect.signature(model.forward).parameters,
     )
+
+
+def growing_rotary(model: torch.nn.Module) -> Iterator[tuple[Any, str | None]]:
+    """Modules with rotary positions that transformers adapts to the longest row of a batch; with kinds of layers where
+    they have several.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if kind == "longrope" or "dynamic" in str(kind):
+                yield module, layer_type
+
+
+def settle_rotary(module: Any, layer_type: str | None) -> None:
+    """Have a module of `growing_rotary` keep the angles that it has."""
+    module.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}
 
 
 def _refuse_by_name(config: Any, model_class: Any, name: str) -> None:

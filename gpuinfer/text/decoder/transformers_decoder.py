@@ -4,7 +4,6 @@ over the pages of our cache.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,12 @@ from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models.cuda_graphs import event_behind, release_cached_memory
-from gpuinfer.text.checkpoint.transformers_trace import DECODER_ATTRIBUTE, TracedModel
+from gpuinfer.text.checkpoint.transformers_trace import (
+    DECODER_ATTRIBUTE,
+    TracedModel,
+    growing_rotary,
+    settle_rotary,
+)
 from gpuinfer.text.decoder.attention_plan import sees_of, segments_of
 from gpuinfer.text.decoder.layered_cache import LayeredCache, attend_layer
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, reach_buckets, tiles, token_columns
@@ -235,27 +239,13 @@ class TransformersDecoder:
         return answers
 
 
-LONG = re.compile(r"longrope|dynamic")
-
-
 def fix_rotary_lengths(model: Any, length: int) -> None:
     """Have rotary positions that transformers adapts to the longest row of a batch be those of rows of `length`
     positions: an answer must not depend on what else is in the batch.
     """
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        forward = type(module).forward
-        if kinds is None or not hasattr(forward, "__wrapped__"):
-            continue
-        listed = kinds.items() if isinstance(kinds, dict) else [(None, kinds)]
-        for layer_type, kind in listed:
-            if not LONG.search(str(kind)):
-                continue
-            named = {} if layer_type is None else {"layer_type": layer_type}
-            parameter = next(model.parameters())
-            last = torch.tensor([[length - 1]], device=parameter.device)
-            module(parameter.new_zeros((1, 1, 1)), last, **named)  # it adapts to this position
-            if layer_type is None:
-                module.rope_type = "default"
-            else:
-                module.rope_type = {**module.rope_type, layer_type: "default"}
+    parameter = next(model.parameters())
+    last = torch.tensor([[length - 1]], device=parameter.device)
+    for module, layer_type in list(growing_rotary(model)):
+        named = {} if layer_type is None else {"layer_type": layer_type}
+        module(parameter.new_zeros((1, 1, 1)), last, **named)  # it adapts to this position
+        settle_rotary(module, layer_type)
