@@ -67,6 +67,7 @@ cases:
   bandwidth      one row: what its weights cost to read from memory, over the time of a token
 """
 
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0625, "int4": 0.625}  # of a weight
 Record = dict[str, Any]
 
 
@@ -96,7 +97,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     numbers = {"type": lambda text: [int(one) for one in text.split(",")]}
     parser.add_argument("--model", default=["smollm2"], **words, help=f"{', '.join(NAMES)}, or folders [smollm2]")
     parser.add_argument("--rows", default=[1, 8, 64], **numbers, help="how many prompts at once [1,8,64]")
-    parser.add_argument("--dtype", default=["float32", "bfloat16"], **words, help="[float32,bfloat16]")
+    parser.add_argument(
+        "--dtype",
+        default=["float32", "bfloat16"],
+        **words,
+        help="those, and int8 or int4: -B weights=… [float32,bfloat16]",
+    )
     parser.add_argument("--threads", default=[machine.cores()], **numbers, help="[all cores]")
     parser.add_argument("--emulate", choices=["avx2"], default="", help="as on a processor without AVX-512 and AMX")
     parser.add_argument("--case", default=["throughput"], **words, help=f"{', '.join(CASES)} [throughput]")
@@ -149,7 +155,8 @@ def loaded(
         for name, command in commands(given, model).items():
             child = PeerProcess(name, command, logs / f"{name}.log")
             ends.callback(child.close)
-            order = {"model": str(model.gguf if name == LLAMA else model.folder), "dtype": dtype, "device": "cpu"}
+            wide = "float32" if dtype in ("int8", "int4") else dtype
+            order = {"model": str(model.gguf if name == LLAMA else model.folder), "dtype": wide, "device": "cpu"}
             order |= {"weights": None, "arguments": {}, "seed": 0, "threads": threads}
             order |= {"rows": max(given.rows), "length": PROMPT + given.new_tokens + 1}
             try:
@@ -215,9 +222,10 @@ def memory(given: argparse.Namespace, model: Model, dtype: str, threads: int) ->
     bare = ours.generate("tiny", [[5] * 4], 4, dtype=dtype, options=["-B", "slots=1", "--context", "64"]).resident
     prompts = drawn(model, slots, 1, filled - given.new_tokens)
     ran = ours.generate(model.ours, prompts, given.new_tokens, dtype=dtype, threads=wanted(threads), options=options)
-    size = 4 if dtype == "float32" else 2
+    size = BYTES[dtype]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * size
+    kept = size if size >= 2 else 4  # of keys and values
+    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * kept
     needed = model.parameters * size + slots * -(-filled // page) * page * token
     sizes = {"resident": ran.resident, "bare": bare, "needed": needed}
     yield {**sizes, "found": ran.resident / needed, "without_bare": (ran.resident - bare) / needed}
@@ -235,7 +243,7 @@ def bandwidth(given: argparse.Namespace, model: Model, dtype: str, threads: int)
     for repeat in range(1, given.repeats + 1):
         rate = bytes_per_s(threads)
         ran = ours.generate(model.ours, drawn(model, 1, repeat), given.new_tokens, dtype=dtype, threads=wanted(threads))
-        ideal = model.parameters * (4 if dtype == "float32" else 2) / rate
+        ideal = model.parameters * BYTES[dtype] / rate
         found = {"gb_per_s": rate / 1e9, "ideal_s": ideal, "token_s": ran.between_s, "idle": ran.idle}
         yield {"repeat": repeat, **found, "found": ideal / ran.between_s}
 

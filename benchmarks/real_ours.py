@@ -50,11 +50,16 @@ def generate(
         rows, answers, report = (Path(scratch, name) for name in ("prompts.jsonl", "answers.jsonl", "report.json"))
         rows.write_text("".join(json.dumps({"prompt_token_ids": list(prompt)}) + "\n" for prompt in prompts))
         words = ["--model", str(model), "--input", str(rows), "--output", str(answers), "--json", str(report)]
-        words += ["--max-new-tokens", str(new_tokens), "--ignore-eos", "--dtype", dtype, "--no-live", "--quiet"]
+        words += ["--max-new-tokens", str(new_tokens), "--ignore-eos", *format_flags(dtype), "--no-live", "--quiet"]
         words += ["--temperature", "0"] if samples == 1 else ["--num-samples", str(samples)]
         words += [] if threads is None else ["-B", f"threads={threads}"]
         resident = run([*words, *options])
         return reported(json.loads(report.read_text()), len(prompts) * samples * new_tokens, resident)
+
+
+def format_flags(dtype: str) -> list[str]:
+    """Of a number format, or of weights rounded to int8 or int4, whose rest is float32."""
+    return ["--dtype", "float32", "-B", f"weights={dtype}"] if dtype in ("int8", "int4") else ["--dtype", dtype]
 
 
 def run(words: Sequence[str]) -> int:
@@ -104,7 +109,7 @@ def share_idle(cores: dict[str, Any], seconds: float) -> float:
 def first_token_s(model: Path | str, dtype: str) -> float:
     """From the start of the process until its first token is on standard output, which is its only one."""
     command = [sys.executable, "-m", "gpuinfer", "generate", "--model", str(model), "--prompt", "Hello"]
-    command += ["--max-new-tokens", "1", "--dtype", dtype, "--no-live", "--quiet"]
+    command += ["--max-new-tokens", "1", *format_flags(dtype), "--no-live", "--quiet"]
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=os.environ)
     try:

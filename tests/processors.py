@@ -27,6 +27,7 @@ PRODUCTS = (
     "tests/text/test_decoder_cpu.py",
     "tests/text/test_decoder_cpu_product.py",
     "tests/text/test_decoder_torch.py",
+    "tests/text/test_quantised.py",
     "tests/text/test_text_roofline.py",
     "tests/test_forward.py",
     "tests/test_inprocess.py",

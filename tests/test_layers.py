@@ -102,6 +102,7 @@ FACADES: dict[str, set[str]] = {
         "simulate.fitting",
         "simulate.outcome",
         "simulate.simulation_tables",
+        "verify.perplexity",
         "verify.verification",
         "verify.verify_setup",
     },

@@ -33,6 +33,7 @@ from gpuinfer.text.text_options import (
     AdapterFolders,
     PagesOption,
     StepTokensOption,
+    WeightsOption,
     adapter_folders_given,
 )
 
@@ -247,6 +248,7 @@ class FleetBackend(FleetRemote):
         pages: PagesOption = None
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
         step_tokens: StepTokensOption = None
+        weights: WeightsOption = None
         adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
         in_flight: int | None = Field(None, ge=1, description="of a replica: batches at once")

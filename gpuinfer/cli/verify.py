@@ -8,10 +8,12 @@ from typing import Any
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
+from gpuinfer.errors import UsageError
 from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
 NAME = "verify"
-COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
+BACKEND = "inprocess"
+COMMON = ("backend_options", "device", "dtype", "seed", "json", "quiet", "verbose", "config")
 TEXT = """Check on your own model that a prompt's answer does not depend on how it is asked.
 
 Batched = alone, in any order, in any pages, in chunks = whole, with a shared
@@ -22,6 +24,9 @@ installed.
 Where two ways part, the two tokens and their logits on each side are shown: a
 tie passes and is said, a fault fails.
 
+With --perplexity FILE no checks are made: what the model makes of this text is
+measured, as it is, and with the options that are given, as -B weights=int8.
+
 Exits 4 when a check does not hold.
 """
 
@@ -31,12 +36,27 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.api import Setup
     from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
+    from gpuinfer.config import registry
+    from gpuinfer.lab.verify.perplexity import PerplexityComparison, perplexity_page
     from gpuinfer.lab.verify.verification import Verification, verify_page
 
     merged, destination, options = begin_run(NAME, VerifyOptions, values)
     common = merged.common
     setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
-    verification = Verification(options, setup, say=progress_lines(NAME, common.quiet))
+    say = progress_lines(NAME, common.quiet)
+    backend = registry.load("backends", BACKEND)
+    tuning = backend.Options(**merged.options("backends", BACKEND, backend))
+    if options.perplexity is not None:
+        comparison = PerplexityComparison(options, setup, tuning, say)
+        with interruptible():
+            comparison.run()
+        show_page(perplexity_page(comparison.document()), on_stderr=destination.stdout)
+        destination.write(comparison.document())
+        return 0
+    if tuning.model_fields_set:
+        name = min(tuning.model_fields_set)
+        raise UsageError(f"-B {name} is for --perplexity here. Add --perplexity FILE, or leave it out.")
+    verification = Verification(options, setup, say=say)
     stopped = False
     with interruptible():
         try:

@@ -136,7 +136,10 @@ def checked_options(backend: str, options: Mapping[str, Any], own: Collection[st
 
 
 OF_TEXT = frozenset(
-    {"adapters", "context", "max_adapters", "pages", "slots", "speculate", "speculate_tokens", "step_tokens", "draft"}
+    {
+        *("adapters", "context", "draft", "max_adapters", "pages", "slots"),
+        *("speculate", "speculate_tokens", "step_tokens", "weights"),
+    }
 )
 """Options of backends that say nothing of rows."""
 

@@ -102,6 +102,13 @@ SpeculateTokens = Annotated[
 ]
 
 
+WeightFormat = Literal["int8", "int4"]
+WeightsOption = Annotated[
+    WeightFormat | None,
+    Field(description="of text: matrices are rounded to 8 or 4 bits when they are loaded; default as --dtype"),
+]
+
+
 class TorchModelOptions(api.Options):
     """How a model of ours runs, of rows or of text: the options that backends share, from the flags to its opening."""
 
@@ -110,6 +117,7 @@ class TorchModelOptions(api.Options):
     pages: PagesOption = None
     context: ContextOption = None
     step_tokens: StepTokensOption = None
+    weights: WeightsOption = None
     decoder: DecoderChoice = Field(default=None, description=DECODER_HELP)
     speculate: Speculate = None
     draft: Draft = None

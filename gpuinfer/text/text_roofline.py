@@ -186,7 +186,8 @@ class LibraryProducts:
         inner = max(shape.intermediate, 1)
         sizes = [(heads, hidden), (hidden, shape.heads * shape.head_dim), ((1 + shape.gated) * inner, hidden)]
         sizes.append((hidden, inner))
-        self._dtype = torch.float32 if computes_in == FLOAT32 else getattr(torch, computes_in, torch.float32)
+        found = torch.float32 if computes_in == FLOAT32 else getattr(torch, computes_in, torch.float32)
+        self._dtype = found if found.is_floating_point else torch.float32  # torch multiplies no rows of int8
         self._device = device
         self._values = sum(out * into for out, into in sizes)
         layers = min(shape.layers, max(1, LIBRARY_BYTES // (self._values * self._dtype.itemsize)))

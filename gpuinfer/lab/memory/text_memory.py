@@ -154,7 +154,8 @@ class TextSubject(TextModelMemory):
         super().__init__(spec, setup, options, [device], context)
         self._copies = copies
         self._own = own_kernels(self._shape, self._dtype, device, self._tuning.compile)
-        self.process, self._weights = 0, self._checkpoint.weight_bytes(self._dtype)
+        weights_bytes = self._checkpoint.weight_bytes(self._dtype, self._tuning.weights, self._own)
+        self.process, self._weights = 0, weights_bytes
 
     def warm_up(self) -> None:
         warm_up_text(self._shape, self._setup, self._tuning, self._copies)

@@ -120,6 +120,9 @@ class VerifyOptions(UnmaskingOptions):
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
     base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
     prompts: Path | None = Field(None, description="prompts as generate takes them; default: a set that is built in")
+    perplexity: Path | None = Field(
+        None, description="instead of the checks: this text's perplexity, of the model as it is and with the -B given"
+    )
     limit: int = Field(32, ge=1, le=100_000, description="prompts that are taken from there, the first ones")
     new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
     batch_sizes: list[int] = Field([1, 3, 64], min_length=1, max_length=16, description="rows at once: 1,3,64")
@@ -188,27 +191,33 @@ class VerifySetup:
         self.generator.close()
 
 
-def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
-    """Load the model, with slots for the largest batch and for the longest prompt with its answer.
-
-    Raises `UsageError` when it cannot be had on this device, does not fit, or a prompt is wrong.
-    """
+def model_of(options: VerifyOptions) -> tuple[ModelSpec, Checkpoint]:
+    """The one model that the flags name. Raises `UsageError`."""
     from gpuinfer.text.checkpoint import open_checkpoint
-    from gpuinfer.text.generator import open_generator
-    from gpuinfer.text.language import open_language
-    from gpuinfer.text.text_options import TorchModelOptions
 
     if sum(one is not None for one in (options.model, options.checkpoint, options.dcp_path)) != 1:
         raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
     check_parts(options)
     if options.model is not None:
         prepare_model(options.model, options.download)
+    spec = text_spec(options.model, options, {"mask_token": options.mask_token_id})
+    return spec, open_checkpoint(spec)
+
+
+def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
+    """Load the model, with slots for the largest batch and for the longest prompt with its answer.
+
+    Raises `UsageError` when it cannot be had on this device, does not fit, or a prompt is wrong.
+    """
+    from gpuinfer.text.generator import open_generator
+    from gpuinfer.text.language import open_language
+    from gpuinfer.text.text_options import TorchModelOptions
+
     if options.prompts is not None and not options.prompts.is_file():
         raise UsageError(f"--prompts: there is no file '{options.prompts}'. Give one that exists.")
     if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):
         raise UsageError(f"--batch-sizes {options.batch_sizes}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
-    spec = text_spec(options.model, options, {"mask_token": options.mask_token_id})
-    checkpoint = open_checkpoint(spec)
+    spec, checkpoint = model_of(options)
     if (wanted := unmasking_of(options)) is not None:
         check_with_model(spec, Sampling(unmasking=wanted))
     shape, language = checkpoint.shape, open_language(checkpoint.language, checkpoint.shape)

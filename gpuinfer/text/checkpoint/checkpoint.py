@@ -25,6 +25,7 @@ from gpuinfer.host.machine import cores
 from gpuinfer.text.checkpoint.gguf_file import GgufFile
 from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate_memory, model_weight_bytes
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, read_all_weights
+from gpuinfer.text.text_options import WeightFormat
 from gpuinfer.text.transformer import Shape, Weights
 
 CHUNK_BYTES = 4 << 20
@@ -178,12 +179,19 @@ class Checkpoint:
         """
         return read_all_weights(self.store, self.layout, dtype, by_layer=by_layer)
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
+    def weight_bytes(self, dtype: torch.dtype, quantised: WeightFormat | None = None, own: bool = False) -> int:
         """Bytes of all weights in a decoder that computes in `dtype`. Loads nothing."""
-        return model_weight_bytes(self.layout, dtype)
+        return model_weight_bytes(self.layout, dtype, quantised, own)
 
     def estimate(
-        self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
+        self,
+        slots: int,
+        pages: int,
+        length: int,
+        dtype: torch.dtype,
+        beside: int = 0,
+        own: bool = False,
+        quantised: WeightFormat | None = None,
     ) -> Estimate:
         """See `estimate_memory`. Loads nothing."""
-        return estimate_memory(self.layout, slots, pages, length, dtype, beside, own)
+        return estimate_memory(self.layout, slots, pages, length, dtype, beside, own, quantised)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.tensor_layout import TensorLayout, TensorPart, all_weights, joined_size
+from gpuinfer.text.text_options import WeightFormat
 from gpuinfer.text.transformer import PAGE, Adapter, Shape, Weights
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt, and a token for each row in decode
@@ -52,19 +53,30 @@ class WorkingMemory:
 
 
 def estimate_memory(
-    layout: TensorLayout, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
+    layout: TensorLayout,
+    slots: int,
+    pages: int,
+    length: int,
+    dtype: torch.dtype,
+    beside: int = 0,
+    own: bool = False,
+    quantised: WeightFormat | None = None,
 ) -> Estimate:
     """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most. `beside`: bytes of
-    adapters, which count as weights.
+    adapters, which count as weights. `quantised`: what matrices are rounded to.
     """
-    weights = model_weight_bytes(layout, dtype) + beside
+    weights = model_weight_bytes(layout, dtype, quantised, own) + beside
     cache = pages * page_bytes(layout.shape, dtype, own)
     step = working(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
     return Estimate(weights, cache, weights + cache + step.total)
 
 
-def model_weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
-    """Matrices and biases in `dtype`, norms in float32."""
+def model_weight_bytes(
+    layout: TensorLayout, dtype: torch.dtype, quantised: WeightFormat | None = None, own: bool = False
+) -> int:
+    """Matrices and biases in `dtype`, norms in float32; with `quantised` matrices in that, but for embeddings, of which
+    a head of its own remains besides in torch.
+    """
     total = 0
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
@@ -72,8 +84,25 @@ def model_weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
         total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
         return torch.empty(joined_size(parts), device="meta")
 
-    all_weights(layout, take)
-    return total
+    weights = all_weights(layout, take)
+    if quantised is None:
+        return total
+    of_layers = [
+        tensor
+        for layer in weights.layers
+        for tensor in (layer.qkv.weight, layer.out.weight, layer.up.weight, layer.down.weight)
+    ]
+    experts = [one for layer in weights.layers if layer.mixture for one in (layer.mixture.up, layer.mixture.down)]
+    head, kept = weights.head.weight, layout.shape.tied and not own
+    before = sum(one.numel() for one in (*of_layers, *experts, *([] if kept else [head]))) * dtype.itemsize
+    return total - before + sum(quantised_bytes(one.shape, quantised) for one in (*of_layers, *experts, head))
+
+
+def quantised_bytes(size: Sequence[int], quantised: WeightFormat) -> int:
+    """Of matrices [..., out, in]: whole groups of 64 terms with their scales, rows up to a multiple of 16."""
+    *many, out, terms = size
+    groups = prod(many) * -(-out // 16) * 16 * -(-terms // 64)
+    return groups * (64 + 4 if quantised == "int8" else 32 + 8)
 
 
 def empty_weights(layout: TensorLayout, dtype: torch.dtype) -> Weights:

@@ -50,6 +50,7 @@ from gpuinfer.text.checkpoint.transformers_trace import (
     register_attention,
     traced,
 )
+from gpuinfer.text.text_options import WeightFormat
 from gpuinfer.text.transformer import Shape
 
 WIDTHS = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff", "moe_intermediate_size")
@@ -110,12 +111,19 @@ class TransformersCheckpoint(Checkpoint):
             digest.update(name.encode() + content)
         return digest.hexdigest()[:32]
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """See `Checkpoint.weight_bytes`."""
+    def weight_bytes(self, dtype: torch.dtype, quantised: WeightFormat | None = None, own: bool = False) -> int:
+        """See `Checkpoint.weight_bytes`. Nothing is quantised here."""
         return self.traced.values * dtype.itemsize
 
     def estimate(
-        self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
+        self,
+        slots: int,
+        pages: int,
+        length: int,
+        dtype: torch.dtype,
+        beside: int = 0,
+        own: bool = False,
+        quantised: WeightFormat | None = None,
     ) -> Estimate:
         """See `Checkpoint.estimate`."""
         weights = self.weight_bytes(dtype) + beside

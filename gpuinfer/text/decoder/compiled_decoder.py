@@ -22,9 +22,18 @@ from gpuinfer.text.decoder.cpu_mlp import EXPERT_ROWS
 from gpuinfer.text.decoder.cpu_panels import TERMS, CachePool, aligned, kind_of_bfloat16, weight_in
 from gpuinfer.text.decoder.cpu_plan import AttentionPlanner, FewestThreads, most_members
 from gpuinfer.text.decoder.cpu_product import Kind, product_with
+from gpuinfer.text.decoder.cpu_quantised import (
+    WeightBits,
+    quantised_panel_bytes,
+    quantised_product,
+    row_kind,
+    row_length,
+    weight_of_quantised,
+)
 from gpuinfer.text.decoder.cpu_step import MOST_PANELS, ROW_BLOCK, ROWS_AT_ONCE, serve
 from gpuinfer.text.decoder.cpu_threads import Threads
 from gpuinfer.text.decoder.cpu_weights import LoadedAdapters, PackedAdapter, PackedWeights, SortedStep, packed, tied
+from gpuinfer.text.decoder.rounding import GROUP
 from gpuinfer.text.decoder.torch_layers import normed
 from gpuinfer.text.precision import FLOAT32, computes_in
 from gpuinfer.text.transformer import PAGE, Adapter, Norm, Shape, Step, Weights
@@ -44,7 +53,8 @@ class CpuDecoder:
 
     Sums and what lies between products are float32, and a row's logits depend neither on what shares its step nor on
     `threads`, bit by bit. Where the processor multiplies bfloat16 by itself, and `deterministic` is not set, such
-    weights meet rows that are rounded to bfloat16; else rows of float32, with the same sums on any processor.
+    weights meet rows that are rounded to bfloat16; else rows of float32, with the same sums on any processor. With
+    `bits` matrices are rounded to so many, and meet rows of 8 bits (`cpu_quantised`).
     """
 
     def __init__(
@@ -58,14 +68,17 @@ class CpuDecoder:
         length: int,
         threads: int,
         deterministic: bool = False,
+        bits: WeightBits | None = None,
     ) -> None:
         if not cpu_available(dtype):
             raise RuntimeError(f"CpuDecoder needs a processor with FMA, and no {dtype}. Use TorchDecoder.")
         self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
-        self.computes_in = computes_in(dtype, self.device, deterministic=deterministic)
+        arithmetic = computes_in(dtype, self.device, deterministic=deterministic)
+        self.computes_in = "int8" if bits else arithmetic
         self.reads_drawn = False
-        self._kind = _kind(dtype, self.computes_in)
+        self._kind, self._bits = _kind(dtype, arithmetic), bits
+        self._operand = np.dtype(np.int8 if row_kind() == "bytes" else np.float32)  # of quantised weights' rows
         self._multiplied = np.dtype(np.uint16 if self._kind in ("amx", "avx512") else np.float32)
         self._dtype, self._padded = dtype, -(-shape.head_dim // TILE) * TILE
         self._columns = -(-length // PAGE)
@@ -111,16 +124,17 @@ class CpuDecoder:
         if not self._tied:
             stored = torch.from_numpy(self._packed.model[0])
             return stored if self._dtype == torch.float32 else stored.view(torch.int16).view(torch.bfloat16)
-        return weight_in(self._packed.kept[self._packed.head], self.shape.vocabulary, self.shape.hidden)
+        head, sizes = self._packed.kept[self._packed.head], (self.shape.vocabulary, self.shape.hidden)
+        return weight_of_quantised(head, *sizes, self._bits) if self._bits else weight_in(head, *sizes)
 
     def weight_tensors(self) -> Sequence[Tensor]:
-        """See `step.Decoder.weight_tensors`. bfloat16 is there as its bits in int16."""
+        """See `step.Decoder.weight_tensors`. bfloat16 is there as its bits in int16, what is quantised as bytes."""
         kept = self._packed.kept
-        return [torch.from_numpy(one if one.dtype == np.float32 else one.view(np.int16)) for one in kept]
+        return [torch.from_numpy(one.view(np.int16) if one.dtype == np.uint16 else one) for one in kept]
 
     def pack(self, weights: Weights) -> PackedWeights:
         """See `step.Decoder.pack`."""
-        return packed(weights, self.shape, self._columns * PAGE)
+        return packed(weights, self.shape, self._columns * PAGE, self._bits)
 
     def swap(self, packed: object) -> None:
         """See `step.Decoder.swap`. The threads are made anew with the next step: they hold addresses of weights."""
@@ -257,7 +271,12 @@ class CpuDecoder:
             cpu_sizes.VOCABULARY: shape.vocabulary,
             cpu_sizes.TIED: self._tied,
             cpu_sizes.PAIR: pair,
-            cpu_sizes.ROUND: together,
+            cpu_sizes.ROUND: GROUP if self._bits else together,
+            cpu_sizes.ROUND_BYTES: (
+                quantised_panel_bytes(GROUP, self._bits) if self._bits else together * TILE * stored
+            ),
+            cpu_sizes.WEIGHT_BITS: self._bits or 0,
+            cpu_sizes.OPERAND: self._operand.itemsize if self._bits else self._multiplied.itemsize,
             cpu_sizes.STORED: stored,
             cpu_sizes.MULTIPLIED: self._multiplied.itemsize,
             cpu_sizes.KEY_BYTES: keys,
@@ -308,6 +327,8 @@ class CpuDecoder:
         self._x = aligned((rows, shape.hidden), np.float32)
         widest, mixed = _widest_inner(shape), shape.heads * shape.head_dim
         queries = aligned((rows, shape.heads * self._padded), multiplied)
+        operands = self._row_length(max(shape.hidden, widest, mixed))
+        chosen = rows * shape.experts.chosen if shape.experts else 0
         shared = (
             self._x,
             aligned((outputs, shape.hidden), np.float32),
@@ -323,12 +344,16 @@ class CpuDecoder:
             aligned((rows * shape.heads, self._padded), np.float32),
             aligned((rows * shape.heads, 2), np.float32),
             *_chosen(shape, rows, multiplied),
+            aligned((max(rows, outputs), operands), self._operand),
+            aligned((chosen, self._row_length(shape.experts.intermediate if shape.experts else 0)), self._operand),
         )
         own = (self._scratch(rows), self._adapters.tables)
         widened = self._adapters.rank or shape.experts is not None
         wide, product = product_with("float32").address if widened else 0, product_with(self._kind).address
+        of_weights = product if self._bits is None else quantised_product(self._bits, row_kind()).address
         sched_yield = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
-        addresses = np.array([product, sched_yield, wide, self._pool.address, *self._packed.addresses], np.int64)
+        first = (product, sched_yield, wide, self._pool.address, of_weights)
+        addresses = np.array([*first, *self._packed.addresses], np.int64)
         eps, model = float(shape.norm_eps), self._packed.model
         arguments = (self._sizes, addresses, eps, self._step, self._attention, model, shared, own)
         self._threads = Threads(self._most_threads, serve, arguments)
@@ -369,7 +394,11 @@ class CpuDecoder:
             np.zeros((threads, rows * chosen), np.int32),
             aligned((threads, ROWS_AT_ONCE, count), np.float32),
             np.zeros((threads, count), np.float32),
+            aligned((threads, EXPERT_ROWS if experts else 0, self._row_length(shape.hidden)), self._operand),
         )
+
+    def _row_length(self, inner: int) -> int:
+        return row_length(inner, row_kind()) if self._bits else 0
 
 
 def _kind(dtype: torch.dtype, compute: str) -> Kind:

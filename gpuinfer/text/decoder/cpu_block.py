@@ -82,15 +82,15 @@ def block(typing, kind, rows, inner, a, lda, panels, apart, c, ldc, columns, fre
 
 def _write(kind, rows, panels, builder, inner, a, lda, weight, apart, c, ldc, columns, fresh, ahead, gap, stride):
     there = builder.udiv(builder.add(columns, llvm_number(TILE - 1)), llvm_number(TILE))
-    sides = _Pointers.of_rows(builder, a, lda, rows)
-    weights = _Pointers.of_panels(builder, weight, apart, panels, there)
+    sides = Pointers.of_rows(builder, a, lda, rows)
+    weights = Pointers.of_panels(builder, weight, apart, panels, there)
     next_lines = _Moving(builder, ahead)
     targets = [builder.add(c, builder.mul(ldc, llvm_number(row))) for row in range(rows)]
     sums = [[sum_of_none(builder) for _ in range(panels)] for _ in range(rows)]
     whole = builder.icmp_signed(">=", columns, llvm_number(panels * TILE))
     with builder.if_then(builder.icmp_unsigned("==", fresh, llvm_number(0))):
         # Sums go on from what stands in c.
-        _each_sum(
+        each_sum(
             builder, targets, sums, columns, whole,
             lambda place, total: builder.store(builder.load(place, align=4), total),
             lambda place, total, mask: builder.store(load_some(builder, place, mask), total),
@@ -112,14 +112,14 @@ def _write(kind, rows, panels, builder, inner, a, lda, weight, apart, c, ldc, co
         odd = builder.icmp_unsigned("!=", builder.and_(inner, llvm_number(1)), llvm_number(0))
         with builder.if_then(odd, likely=False):
             _add(builder, kind, sides, weights, sums, last=True)
-    _each_sum(
+    each_sum(
         builder, targets, sums, columns, whole,
         lambda place, total: builder.store(builder.load(total), place, align=4),
         lambda place, total, mask: store_some(builder, builder.load(total), place, mask),
     )  # fmt: skip
 
 
-def _each_sum(builder, targets, sums, columns, whole, plainly, masked):
+def each_sum(builder, targets, sums, columns, whole, plainly, masked):
     """Between c and the sums: `plainly(place, total)` of whole panels, else `masked(place, total, mask)`. Masks are for
     the last columns alone: AVX2 is slow at them.
     """
@@ -245,7 +245,7 @@ class _Moving:
 
 
 @dataclass
-class _Pointers:
+class Pointers:
     """Pointers to rows, or panels, that move on together: one for each three, and distances from it."""
 
     builder: ir.IRBuilder

@@ -281,7 +281,7 @@ def soften(typing, scores, first, tiles, weights, tops, place):
         return None
 
     def generate(context, builder, signature, values):
-        scores, weights, out = (_data(context, builder, signature, values, index) for index in (0, 3, 4))
+        scores, weights, out = (data_of(context, builder, signature, values, index) for index in (0, 3, 4))
         first, place = values[1], values[5]
         tops = cgutils.alloca_once_value(builder, ir.Constant(WIDE, [float("-inf")] * TILE))
         sums = sum_of_none(builder)
@@ -289,17 +289,17 @@ def soften(typing, scores, first, tiles, weights, tops, place):
         kind = ir.FunctionType(WIDE, [WIDE] * 2)
         largest = cgutils.get_or_insert_function(builder.module, kind, "llvm.maxnum.v16f32")
         with counting(builder, end, TILE) as at:
-            score = _load(builder, scores, builder.add(first, at))
+            score = load_vector(builder, scores, builder.add(first, at))
             builder.store(builder.call(largest, [builder.load(tops), score]), tops)
-        highest = _across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b]))
+        highest = across(builder, builder.load(tops), lambda a, b: builder.call(largest, [a, b]))
         top = splat(builder, highest)
         with counting(builder, end, TILE) as at:
             offset = builder.add(first, at)
-            weight = _exp(builder, builder.fsub(_load(builder, scores, offset), top, flags=WRITTEN))
+            weight = _exp(builder, builder.fsub(load_vector(builder, scores, offset), top, flags=WRITTEN))
             _store(builder, weights, offset, weight)
             builder.store(_added(builder, builder.load(sums), weight), sums)
         builder.store(highest, builder.gep(out, [place]))
-        total = _across(builder, builder.load(sums), functools.partial(_added, builder))
+        total = across(builder, builder.load(sums), functools.partial(_added, builder))
         builder.store(total, builder.gep(out, [builder.add(place, ir.Constant(I64, 1))]))
         return context.get_dummy_value()
 
@@ -311,10 +311,10 @@ def add_vectors(typing, a, a_at, b, b_at, count, out, out_at):
     """out[out_at + i] = a[a_at + i] + b[b_at + i], float32, for i < count, a multiple of 16."""
 
     def generate(context, builder, signature, values):
-        a, b, out = (_data(context, builder, signature, values, index) for index in (0, 2, 5))
+        a, b, out = (data_of(context, builder, signature, values, index) for index in (0, 2, 5))
         with counting(builder, values[4], TILE) as at:
-            left = _load(builder, a, builder.add(values[1], at))
-            right = _load(builder, b, builder.add(values[3], at))
+            left = load_vector(builder, a, builder.add(values[1], at))
+            right = load_vector(builder, b, builder.add(values[3], at))
             _store(builder, out, builder.add(values[6], at), builder.fadd(left, right))
         return context.get_dummy_value()
 
@@ -326,13 +326,13 @@ def turn_vectors(typing, head, first, cosines, sines, half):
     """Rotate head[first + i] with head[first + half + i] by the angle i, in place; `half` is a multiple of 16."""
 
     def generate(context, builder, signature, values):
-        head, cosines, sines = (_data(context, builder, signature, values, index) for index in (0, 2, 3))
+        head, cosines, sines = (data_of(context, builder, signature, values, index) for index in (0, 2, 3))
         half = values[4]
         with counting(builder, half, TILE) as at:
             near = builder.add(values[1], at)
             beyond = builder.add(near, half)
-            a, b = _load(builder, head, near), _load(builder, head, beyond)
-            cosine, sine = _load(builder, cosines, at), _load(builder, sines, at)
+            a, b = load_vector(builder, head, near), load_vector(builder, head, beyond)
+            cosine, sine = load_vector(builder, cosines, at), load_vector(builder, sines, at)
             _store(builder, head, near, builder.fsub(builder.fmul(a, cosine), builder.fmul(b, sine)))
             _store(builder, head, beyond, builder.fadd(builder.fmul(b, cosine), builder.fmul(a, sine)))
         return context.get_dummy_value()
@@ -345,10 +345,10 @@ def store_scaled(typing, source, source_at, scale, count, out, out_at):
     """out[out_at + i] = source[source_at + i] × scale for i < count, a multiple of 16; rounded for bfloat16."""
 
     def generate(context, builder, signature, values):
-        source, out = (_data(context, builder, signature, values, index) for index in (0, 4))
+        source, out = (data_of(context, builder, signature, values, index) for index in (0, 4))
         scale = splat(builder, values[2])
         with counting(builder, values[3], TILE) as at:
-            value = builder.fmul(_load(builder, source, builder.add(values[1], at)), scale)
+            value = builder.fmul(load_vector(builder, source, builder.add(values[1], at)), scale)
             _store(builder, out, builder.add(values[5], at), value)
         return context.get_dummy_value()
 
@@ -385,7 +385,7 @@ def _exp(builder, x):
     return builder.select(gone, all_of(0.0), result)
 
 
-def _across(builder, vector, combine):
+def across(builder, vector, combine):
     """All 16 values of a vector combined into one, in halves."""
     width = TILE // 2
     while width:
@@ -395,7 +395,7 @@ def _across(builder, vector, combine):
     return builder.extract_element(vector, ir.Constant(I32, 0))
 
 
-def _data(context, builder, signature, values, index):
+def data_of(context, builder, signature, values, index):
     return context.make_array(signature.args[index])(context, builder, values[index]).data
 
 
@@ -421,7 +421,7 @@ def splat(builder, value):
     return builder.shuffle_vector(first, ir.Constant(WIDE, ir.Undefined), ir.Constant(BITS, [0] * TILE))
 
 
-def _load(builder, data, offset):
+def load_vector(builder, data, offset):
     """16 stored values from `offset` on, as float32."""
     narrow = data.type.pointee != F32
     pointer = builder.bitcast(builder.gep(data, [offset]), ir.PointerType(HALF_WIDE if narrow else WIDE))

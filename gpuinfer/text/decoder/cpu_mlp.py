@@ -8,6 +8,7 @@ import numpy as np
 
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.cpu_math import TILE, call_product, called, exp, inlined, narrow, sigmoid, tanh, widen
+from gpuinfer.text.decoder.cpu_quantised import quantise_row
 from gpuinfer.text.decoder.cpu_threads import claim
 from gpuinfer.text.decoder.cpu_weights import panel_bytes
 
@@ -146,16 +147,20 @@ def weigh(scores, chosen, normalised, scale, shares):
 
 @called
 def into_experts(
-    control, rows, layer, a, sizes, addresses, chosen, gathered, gate, up, begins, order, inner
+    control, rows, layer, a, operands, sizes, addresses, chosen, gathered, gathered_operands, gate, up, begins, order,
+    inner, inner_operands,
 ):  # fmt: skip
     """What is between the products of all experts: `inner` [rows × chosen, columns], in the order of experts and of
     rows within each. `begins` [experts + 1] says where each one's are, `order` whose they are: the row's number × how
-    many a row has + the expert's among them. Each thread sorts for itself; `gathered`, `gate`, `up` are scratch for
-    EXPERT_ROWS rows.
+    many a row has + the expert's among them. Each thread sorts for itself; `gathered`, `gathered_operands`,
+    `gate`, `up` are scratch for EXPERT_ROWS rows. `operands`, `inner_operands`: the same rows for quantised weights.
     """
     count, columns, hidden = sizes[at.EXPERTS], sizes[at.EXPERT], a.shape[1]
     sort(rows, count, chosen, begins, order)
-    product = addresses[at.PRODUCT]
+    product, quantised = addresses[at.WEIGHT_PRODUCT], sizes[at.WEIGHT_BITS] > 0
+    source, lda = gathered.ctypes.data, hidden
+    if quantised:
+        source, lda = gathered_operands.ctypes.data, gathered_operands.shape[1]
     while True:
         expert = claim(control)
         if expert >= count:
@@ -164,14 +169,17 @@ def into_experts(
         for first in range(begins[expert], begins[expert + 1], EXPERT_ROWS):
             many = min(EXPERT_ROWS, begins[expert + 1] - first)
             for place in range(first, first + many):
-                source, target = a[order[place] // chosen.shape[1]], gathered[place - first]
-                for i in range(hidden):
-                    target[i] = source[i]
-            source = gathered.ctypes.data
-            call_product(product, many, columns, hidden, source, hidden, addresses[weight], gate.ctypes.data, columns)
+                row = order[place] // chosen.shape[1]
+                if quantised:
+                    for i in range(lda):
+                        gathered_operands[place - first, i] = operands[row, i]
+                else:
+                    for i in range(hidden):
+                        gathered[place - first, i] = a[row, i]
+            call_product(product, many, columns, hidden, source, lda, addresses[weight], gate.ctypes.data, columns)
             if sizes[at.GATED]:
                 call_product(
-                    product, many, columns, hidden, source, hidden, addresses[weight + 1], up.ctypes.data, columns
+                    product, many, columns, hidden, source, lda, addresses[weight + 1], up.ctypes.data, columns
                 )  # fmt: skip
             for number in range(many):
                 begin = number * columns
@@ -179,6 +187,8 @@ def into_experts(
                     gate[begin : begin + columns], up[begin : begin + columns], sizes[at.ACTIVATION], sizes[at.GATED],
                     inner[first + number],
                 )  # fmt: skip
+                if quantised:
+                    quantise_row(inner[first + number], columns, inner_operands[first + number])
 
 
 @inlined
@@ -212,13 +222,18 @@ def sort(rows, count, chosen, begins, order):
 
 @called
 def out_of_experts(
-    control, rows, layer, width, dense, inner, sizes, addresses, shares, begins, order, delta, added
+    control, rows, layer, width, dense, dense_apart, inner, inner_operands, sizes, addresses, shares, begins, order,
+    delta, added,
 ):  # fmt: skip
-    """added [rows, hidden] = what the expert that all rows go through gives, if it has a `width`, then what the others
-    give, expert after expert, so that a row's sum has one order. A piece is some columns of all rows.
+    """added [rows, hidden] = what the expert that all rows go through gives, if it has a `width` (its rows are at
+    `dense`), then what the others give, expert after expert, so that a row's sum has one order. A piece is some columns
+    of all rows.
     """
-    hidden, each, columns, size = sizes[at.HIDDEN], shares.shape[1], sizes[at.EXPERT], sizes[at.MULTIPLIED]
-    product, wide = addresses[at.PRODUCT], len(delta) // EXPERT_ROWS // TILE * TILE
+    hidden, each, columns, size = sizes[at.HIDDEN], shares.shape[1], sizes[at.EXPERT], sizes[at.OPERAND]
+    inner_at, inner_apart = inner.ctypes.data, inner.shape[1]
+    if sizes[at.WEIGHT_BITS]:
+        inner_at, inner_apart = inner_operands.ctypes.data, inner_operands.shape[1]
+    product, wide = addresses[at.WEIGHT_PRODUCT], len(delta) // EXPERT_ROWS // TILE * TILE
     down = at.FIRST_WEIGHT + at.WEIGHTS * layer + at.DOWN_WEIGHT
     while True:
         begin = claim(control) * wide
@@ -227,7 +242,7 @@ def out_of_experts(
         count = min(wide, hidden - begin)
         if width:
             call_product(
-                product, rows, count, width, dense.ctypes.data, dense.shape[1],
+                product, rows, count, width, dense, dense_apart,
                 addresses[down] + begin // TILE * panel_bytes(sizes, width), added.ctypes.data + 4 * begin, hidden,
             )  # fmt: skip
         else:
@@ -239,8 +254,8 @@ def out_of_experts(
             weight += begin // TILE * panel_bytes(sizes, columns)
             for first in range(begins[expert], begins[expert + 1], EXPERT_ROWS):
                 many = min(EXPERT_ROWS, begins[expert + 1] - first)
-                source = inner.ctypes.data + size * first * inner.shape[1]
-                call_product(product, many, count, columns, source, inner.shape[1], weight, delta.ctypes.data, count)
+                source = inner_at + size * first * inner_apart
+                call_product(product, many, count, columns, source, inner_apart, weight, delta.ctypes.data, count)
                 for place in range(first, first + many):
                     row, share = order[place] // each, shares[order[place] // each, order[place] % each]
                     for i in range(count):

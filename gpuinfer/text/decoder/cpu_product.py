@@ -214,20 +214,20 @@ def _write(tall, wide, builder, terms, a, lda, weight, apart, c, ldc, height, co
 def _multiply(builder, rows, stride, places, offset, wide):
     """Add the products of 32 terms to all sums."""
     for register, row in zip(SIDES, rows):  # noqa: B905 (one or two rows)
-        _load(builder, register, row, stride)
+        load_tile(builder, register, row, stride)
     for panel, place in enumerate(places):
         register = WEIGHTS[panel % 2]
-        _load(builder, register, builder.add(place, offset), llvm_number(LINE))
+        load_tile(builder, register, builder.add(place, offset), llvm_number(LINE))
         for row in range(len(rows)):
             registers = [ir.Constant(I8, one) for one in (row * wide + panel, SIDES[row], register)]
             call(builder, "llvm.x86.tdpbf16ps", VOID, *registers)
 
 
-def _load(builder, register, place, stride):
+def load_tile(builder, register, place, stride):
     call(builder, "llvm.x86.tileloadd64", VOID, ir.Constant(I8, register), builder.inttoptr(place, ADDRESS), stride)
 
 
-def _store(builder, register, place, stride):
+def store_tile(builder, register, place, stride):
     call(builder, "llvm.x86.tilestored64", VOID, ir.Constant(I8, register), builder.inttoptr(place, ADDRESS), stride)
 
 
@@ -264,19 +264,19 @@ class _Sums:
                 call(builder, "llvm.x86.tilezero", VOID, ir.Constant(I8, self.register))
             with old, builder.if_else(self.whole) as (directly, in_part):
                 with directly:
-                    _load(builder, self.register, self.place, self.ldc)
+                    load_tile(builder, self.register, self.place, self.ldc)
                 with in_part:
                     for target, kept in self._each_row():
                         builder.store(load_some(builder, target, self.mask), kept, align=LINE)
-                    _load(builder, self.register, builder.ptrtoint(self.room, I64), llvm_number(LINE))
+                    load_tile(builder, self.register, builder.ptrtoint(self.room, I64), llvm_number(LINE))
 
     def end(self):
         builder = self.builder
         with builder.if_then(self.there), builder.if_else(self.whole) as (directly, in_part):
             with directly:
-                _store(builder, self.register, self.place, self.ldc)
+                store_tile(builder, self.register, self.place, self.ldc)
             with in_part:
-                _store(builder, self.register, builder.ptrtoint(self.room, I64), llvm_number(LINE))
+                store_tile(builder, self.register, builder.ptrtoint(self.room, I64), llvm_number(LINE))
                 for target, kept in self._each_row():
                     store_some(builder, builder.load(kept, align=LINE), target, self.mask)
 

@@ -44,20 +44,24 @@ ASLEEP, SEEN, BUSY, WAITED, SINCE = range(5)
     GROUPS,
     GROUPS_CHOSEN,
     PAIR,  # consecutive terms of a panel's column that lie side by side: 2 where bfloat16 is multiplied, else 1
-    ROUND,  # the terms of a panel are stored in multiples of this many
-    STORED,  # bytes of a value of weights and cache
-    MULTIPLIED,  # bytes of a value of rows, where products take them
+    ROUND,  # the terms of a weight's panel are stored in multiples of this many …
+    ROUND_BYTES,  # … which take so many bytes
+    WEIGHT_BITS,  # 8 or 4 where weights are quantised, else 0
+    OPERAND,  # bytes of a value of rows, where products with weights take them
+    STORED,  # bytes of a value of the cache, and of weights that are not quantised
+    MULTIPLIED,  # bytes of a value of rows, where products of attention take them
     PAGE_BYTES,
     LAYER_BYTES,  # of a page: what one layer has there
     HEAD_BYTES,  # of that, one head of keys and values
     KEY_BYTES,  # of that, the keys; the values come after them
     SIZES,
-) = range(37)
+) = range(40)
 
 # in `addresses`
-PRODUCT, YIELD, WIDE_PRODUCT, POOL, FIRST_WEIGHT = range(5)
+PRODUCT, YIELD, WIDE_PRODUCT, POOL, WEIGHT_PRODUCT, FIRST_WEIGHT = range(6)
 # qkv, out, gate, up, down of each layer; then the head, then of each layer its router, and gate, up and down of each
-# expert. Without gates `gate` is the up projection, and `up` is 0. The wide product is that of float32 weights.
+# expert. Without gates `gate` is the up projection, and `up` is 0. The wide product is that of float32 weights, the
+# weight product that of the model's, and the plain one that of attention.
 WEIGHTS = 5
 QKV_WEIGHT, OUT_WEIGHT, GATE_WEIGHT, UP_WEIGHT, DOWN_WEIGHT = range(WEIGHTS)
 EXPERT_WEIGHTS = 3

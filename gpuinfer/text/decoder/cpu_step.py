@@ -26,6 +26,7 @@ from gpuinfer.text.decoder.cpu_math import (
     widen,
 )
 from gpuinfer.text.decoder.cpu_mlp import activate, choose, into_experts, out_of_experts
+from gpuinfer.text.decoder.cpu_quantised import panel_value, quantise_row
 from gpuinfer.text.decoder.cpu_threads import barrier, claim, wait_for_go
 from gpuinfer.text.decoder.cpu_weights import panel_bytes
 
@@ -61,14 +62,17 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
     embedding, places, scales, shifts, query_scales, key_scales, cosines, sines = model[:8]
     qkv_biases, out_biases, up_biases, down_biases, windows, inners, router_biases, router_scale = model[8:]
     x, kept, normed, qkv, queries, mixed, wide, inner, added, last, logits, state, peaks = shared[:13]
-    chosen, shares, expert_inner = shared[13:]
+    chosen, shares, expert_inner, operands, expert_operands = shared[13:]
     all_pieces, all_members, all_waves = attention
     of_threads, adapters = own
     room, asked, scores, weights, tops, part, more, gate, up, low, delta, widened, gathered = of_threads[:13]
-    begins, order, router_scores, ranked = of_threads[13:]
+    begins, order, router_scores, ranked, gathered_operands = of_threads[13:]
     layers, rows, hidden = sizes[at.LAYERS], sizes[at.ROWS], sizes[at.HIDDEN]
     outputs, layer_norm = sizes[at.OUTPUTS], sizes[at.LAYER_NORM]
     adapting, eps32 = sizes[at.RUNS] > 0, np.float32(eps)
+    quantised, source, lda = sizes[at.WEIGHT_BITS] > 0, normed.ctypes.data, hidden
+    if quantised:  # products take rows of 8 bits
+        source, lda = operands.ctypes.data, operands.shape[1]
     going = every
     while True:
         first, end = next_rows(control, rows)
@@ -88,12 +92,14 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
             if sizes[at.LEARNED_POSITIONS]:
                 add_place(x[row], places[positions[row]])
             norm_row(x[row], scales[0], shifts[0], eps32, layer_norm, normed[row])
+            if quantised:
+                quantise_row(normed[row], hidden, operands[row])
     barrier(thread, threads, control, addresses)
     for layer in range(layers):
         weight, window = at.FIRST_WEIGHT + at.WEIGHTS * layer, windows[layer]
         few = np.int64(sizes[at.FEW] and layer == layers - 1)
         share_product(
-            threads, control, sizes, addresses, rows, qkv.shape[1], hidden, normed.ctypes.data, hidden,
+            threads, control, sizes, addresses, rows, qkv.shape[1], hidden, source, lda,
             addresses[weight + at.QKV_WEIGHT], qkv.ctypes.data, qkv.shape[1],
         )  # fmt: skip
         barrier(thread, threads, control, addresses)
@@ -128,8 +134,13 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
                     weights[thread], tops[thread], part[thread], more[thread], mixed,
                 )  # fmt: skip
             barrier(thread, threads, control, addresses)
+        mixed_at, mixed_apart = mixed.ctypes.data, mixed.shape[1]
+        if quantised:
+            quantise_rows(control, rows, mixed, mixed.shape[1], operands)
+            barrier(thread, threads, control, addresses)
+            mixed_at, mixed_apart = source, lda
         share_product(
-            threads, control, sizes, addresses, rows, hidden, mixed.shape[1], mixed.ctypes.data, mixed.shape[1],
+            threads, control, sizes, addresses, rows, hidden, mixed.shape[1], mixed_at, mixed_apart,
             addresses[weight + at.OUT_WEIGHT], added.ctypes.data, hidden,
         )  # fmt: skip
         barrier(thread, threads, control, addresses)
@@ -146,6 +157,8 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
                 into = kept[row] if few else x[row]
                 add(x[going[row]], added[row], out_biases[layer], into)
                 norm_row(into, scales[2 * layer + 1], shifts[2 * layer + 1], eps32, layer_norm, normed[row])
+                if quantised:
+                    quantise_row(normed[row], hidden, operands[row])
         if few:
             x = kept
         barrier(thread, threads, control, addresses)
@@ -153,7 +166,7 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
         if adapting and width:
             for half in range(2 if sizes[at.GATED] else 1):
                 share_product(
-                    threads, control, sizes, addresses, rows, width, hidden, normed.ctypes.data, hidden,
+                    threads, control, sizes, addresses, rows, width, hidden, source, lda,
                     addresses[weight + at.GATE_WEIGHT + half], wide.ctypes.data + 4 * half * width, wide.shape[1],
                 )  # fmt: skip
                 barrier(thread, threads, control, addresses)
@@ -173,8 +186,8 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
             barrier(thread, threads, control, addresses)
         elif width:
             share_up(
-                threads, control, sizes, addresses, rows, width, hidden, normed, weight, up_biases[layer], gate[thread],
-                up[thread], inner,
+                threads, control, sizes, addresses, rows, width, hidden, source, lda, weight, up_biases[layer],
+                gate[thread], up[thread], inner,
             )  # fmt: skip
             barrier(thread, threads, control, addresses)
         if inners[layer, 1]:
@@ -188,17 +201,24 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
                 )  # fmt: skip
             barrier(thread, threads, control, addresses)
             into_experts(
-                control, rows, layer, normed, sizes, addresses, chosen, gathered[thread], gate[thread], up[thread],
-                begins[thread], order[thread], expert_inner,
+                control, rows, layer, normed, operands, sizes, addresses, chosen, gathered[thread],
+                gathered_operands[thread], gate[thread], up[thread], begins[thread], order[thread], expert_inner,
+                expert_operands,
             )  # fmt: skip
             barrier(thread, threads, control, addresses)
+        inner_at, inner_apart = inner.ctypes.data, inner.shape[1]
+        if quantised and width:
+            quantise_rows(control, rows, inner, width, operands)
+            barrier(thread, threads, control, addresses)
+            inner_at, inner_apart = source, lda
+        if inners[layer, 1]:
             out_of_experts(
-                control, rows, layer, width, inner, expert_inner, sizes, addresses, shares, begins[thread],
-                order[thread], delta[thread], added,
+                control, rows, layer, width, inner_at, inner_apart, expert_inner, expert_operands, sizes, addresses,
+                shares, begins[thread], order[thread], delta[thread], added,
             )  # fmt: skip
         else:
             share_product(
-                threads, control, sizes, addresses, rows, hidden, width, inner.ctypes.data, inner.shape[1],
+                threads, control, sizes, addresses, rows, hidden, width, inner_at, inner_apart,
                 addresses[weight + at.DOWN_WEIGHT], added.ctypes.data, hidden,
             )  # fmt: skip
         barrier(thread, threads, control, addresses)
@@ -214,10 +234,11 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
             for row in range(first, end):
                 add(x[row], added[row], down_biases[layer], x[row])
                 norm_row(x[row], scales[2 * layer + 2], shifts[2 * layer + 2], eps32, layer_norm, normed[row])
+                if quantised:
+                    quantise_row(normed[row], hidden, operands[row])
         barrier(thread, threads, control, addresses)
-    asking = normed.ctypes.data
     if sizes[at.PICKED]:
-        asking = last.ctypes.data
+        source = source if quantised else last.ctypes.data
         while True:
             first, end = next_rows(control, outputs)
             if first == end:
@@ -225,9 +246,11 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
             for row in range(first, end):
                 for i in range(hidden):
                     last[row, i] = normed[wanted[row], i]
+                if quantised:
+                    quantise_row(last[row], hidden, operands[row])
         barrier(thread, threads, control, addresses)
     share_product(
-        threads, control, sizes, addresses, outputs, sizes[at.VOCABULARY], hidden, asking, hidden,
+        threads, control, sizes, addresses, outputs, sizes[at.VOCABULARY], hidden, source, lda,
         addresses[at.FIRST_WEIGHT + at.WEIGHTS * layers], logits.ctypes.data, sizes[at.VOCABULARY],
     )  # fmt: skip
     barrier(thread, threads, control, addresses)
@@ -238,6 +261,17 @@ def next_rows(control, rows):
     """The next piece of what goes row by row: from the first row to before the end; nothing once all are taken."""
     first = claim(control) * ROWS_AT_ONCE
     return min(first, rows), min(first + ROWS_AT_ONCE, rows)
+
+
+@called
+def quantise_rows(control, rows, a, inner, operands):
+    """All rows as products of quantised weights take them, by all threads."""
+    while True:
+        first, end = next_rows(control, rows)
+        if first == end:
+            return
+        for row in range(first, end):
+            quantise_row(a[row], inner, operands[row])
 
 
 @inlined
@@ -267,7 +301,7 @@ def share_product(threads, control, sizes, addresses, rows, columns, inner, a, l
     """
     if rows == 0:
         return
-    size, panels = sizes[at.MULTIPLIED], (columns + TILE - 1) // TILE
+    size, panels = sizes[at.OPERAND], (columns + TILE - 1) // TILE
     high = rows_of_piece(rows, inner, size)
     blocks = (rows + high - 1) // high
     wide = panels_of_piece(rows, panels, blocks, threads)
@@ -278,36 +312,35 @@ def share_product(threads, control, sizes, addresses, rows, columns, inner, a, l
             return
         row, panel = piece % blocks * high, piece // blocks * wide
         call_product(
-            addresses[at.PRODUCT], min(high, rows - row), min(wide * TILE, columns - panel * TILE), inner,
+            addresses[at.WEIGHT_PRODUCT], min(high, rows - row), min(wide * TILE, columns - panel * TILE), inner,
             a + size * row * lda, lda, weight + panel * stride, c + 4 * (row * ldc + panel * TILE), ldc,
         )  # fmt: skip
 
 
 @called
-def share_up(threads, control, sizes, addresses, rows, width, hidden, normed, weight, biases, gate, up, inner):
-    """inner [rows, width] = what stands between the two products of an MLP: each piece of the first one goes through
-    the activation while it is in the cache. `gate` and `up` are scratch for a piece.
+def share_up(threads, control, sizes, addresses, rows, width, hidden, a, lda, weight, biases, gate, up, inner):
+    """inner [rows, width] = what stands between the two products of an MLP of the rows at `a`: each piece of the first
+    one goes through the activation while it is in the cache. `gate` and `up` are scratch for a piece.
     """
-    size, panels = sizes[at.MULTIPLIED], (width + TILE - 1) // TILE
+    size, panels = sizes[at.OPERAND], (width + TILE - 1) // TILE
     high = min(rows_of_piece(rows, hidden, size), len(gate) // (MOST_PANELS * TILE))
     blocks = (rows + high - 1) // high
     wide = panels_of_piece(rows, panels, blocks, threads)
     pieces, stride = blocks * ((panels + wide - 1) // wide), panel_bytes(sizes, hidden)
-    lda = normed.shape[1]
     while True:
         piece = claim(control)
         if piece >= pieces:
             return
         row, panel = piece % blocks * high, piece // blocks * wide
         count, columns, first = min(high, rows - row), min(wide * TILE, width - panel * TILE), panel * TILE
-        source = normed.ctypes.data + size * row * lda
+        source = a + size * row * lda
         call_product(
-            addresses[at.PRODUCT], count, columns, hidden, source, lda,
+            addresses[at.WEIGHT_PRODUCT], count, columns, hidden, source, lda,
             addresses[weight + at.GATE_WEIGHT] + panel * stride, gate.ctypes.data, columns,
         )  # fmt: skip
         if sizes[at.GATED]:
             call_product(
-                addresses[at.PRODUCT], count, columns, hidden, source, lda,
+                addresses[at.WEIGHT_PRODUCT], count, columns, hidden, source, lda,
                 addresses[weight + at.UP_WEIGHT] + panel * stride, up.ctypes.data, columns,
             )  # fmt: skip
         for number in range(count):
@@ -363,8 +396,13 @@ def embed(vector, out):
 @inlined
 def embed_from_panels(head, token, sizes, like, out):
     """The token's row of the head's weight, whose panels hold the embedding too."""
-    pair, size = sizes[at.PAIR], sizes[at.STORED]
-    start = head + token // TILE * panel_bytes(sizes, len(out)) + token % TILE * pair * size
+    pair, size, bits = sizes[at.PAIR], sizes[at.STORED], sizes[at.WEIGHT_BITS]
+    start = head + token // TILE * panel_bytes(sizes, len(out))
+    if bits:
+        for i in range(len(out)):
+            out[i] = panel_value(start, i, token % TILE, bits)
+        return
+    start += token % TILE * pair * size
     for i in range(len(out)):
         out[i] = widen(load_at(start + (i // pair * TILE * pair + i % pair) * size, like))
 

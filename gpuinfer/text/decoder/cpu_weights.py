@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from gpuinfer.host import machine
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_math import TILE, inlined
+from gpuinfer.text.decoder.cpu_math import inlined
 from gpuinfer.text.decoder.cpu_panels import MemoryArena, panels_of
+from gpuinfer.text.decoder.cpu_quantised import WeightBits, pack_quantised
 from gpuinfer.text.transformer import Adapter, Layer, Linear, Mixture, Norm, Shape, Step, Weights
 
 
@@ -36,14 +37,14 @@ class PackedWeights:
 @inlined
 def panel_bytes(sizes, inner):  # type: ignore[no-untyped-def]  # compiled
     """Bytes of a panel of so many terms."""
-    return (inner + sizes[at.ROUND] - 1) // sizes[at.ROUND] * sizes[at.ROUND] * TILE * sizes[at.STORED]
+    return (inner + sizes[at.ROUND] - 1) // sizes[at.ROUND] * sizes[at.ROUND_BYTES]
 
 
-def packed(weights: Weights, shape: Shape, positions: int) -> PackedWeights:
-    """For rows of up to so many positions. A head that is the embedding is kept once. Each layer is asked for once, and
-    its matrices are let go as soon as they are packed.
+def packed(weights: Weights, shape: Shape, positions: int, bits: WeightBits | None = None) -> PackedWeights:
+    """For rows of up to so many positions, matrices rounded to so many `bits`. A head that is the embedding is kept
+    once. Each layer is asked for once, and its matrices are let go as soon as they are packed.
     """
-    keep, rest, experts = _Keep(), [], shape.experts
+    keep, rest, experts = _Keep(bits), [], shape.experts
     addresses, of_experts = [], []
     with ThreadPoolExecutor(machine.cores(), "gpuinfer-packing") as pool:
         add = partial(keep.add, pool)
@@ -52,7 +53,7 @@ def packed(weights: Weights, shape: Shape, positions: int) -> PackedWeights:
             addresses += [add(layer.qkv.weight), add(layer.out.weight), add(layer.up.weight[:inner])]
             addresses += [add(layer.up.weight[inner:] if shape.gated else None), add(layer.down.weight)]
             if layer.mixture is not None:
-                of_experts.append(add(layer.mixture.router.float()))
+                of_experts.append(add(layer.mixture.router.float(), whole=True))
                 for up, down in zip(layer.mixture.up, layer.mixture.down, strict=True):
                     gate, value = up[: len(up) // 2], up[len(up) // 2 :]
                     of_experts += [add(gate), add(value), add(down)] if shape.gated else [add(up), 0, add(down)]
@@ -144,15 +145,18 @@ def _model_arrays(weights: Weights, shape: Shape, positions: int) -> tuple[NDArr
 
 
 class _Keep:
-    def __init__(self) -> None:
-        self._arena = MemoryArena()
+    def __init__(self, bits: WeightBits | None) -> None:
+        self._arena, self._bits = MemoryArena(), bits
         self.kept: list[NDArray[Any]] = []
 
-    def add(self, pool: Executor, weight: torch.Tensor | None) -> int:
-        """The address of its panels, or 0 where there is no weight."""
+    def add(self, pool: Executor, weight: torch.Tensor | None, whole: bool = False) -> int:
+        """The address of its panels, or 0 where there is no weight; `whole`: it is not quantised."""
         if weight is None:
             return 0
-        self.kept.append(panels_of(weight, self._arena, pool))
+        if self._bits is None or whole:
+            self.kept.append(panels_of(weight, self._arena, pool))
+        else:
+            self.kept.append(pack_quantised(weight, self._bits, self._arena, pool))
         return int(self.kept[-1].ctypes.data)
 
 

@@ -31,6 +31,7 @@ from gpuinfer.text.checkpoint.memory_estimate import (
 )
 from gpuinfer.text.checkpoint.transformers_folder import TransformersCheckpoint
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.text_options import WeightFormat
 from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Shape, Step, Weights
 
 if TYPE_CHECKING:
@@ -294,13 +295,15 @@ def open_sized(
     graphs: bool,
     step_tokens: int = STEP_TOKENS,
     sharing: int = 1,
+    quantised: WeightFormat | None = None,
 ) -> tuple[Decoder, Sizing]:
     """A decoder, and how its slots and pages were found: `slots` rows in a step, or None for as many as are worth
     while, and `pages` in the cache, or None for as many as these rows need at full length and there is memory for.
 
     `step_tokens` is the most tokens that one step will bring; `sharing` the models that have the CPU's memory together.
     On the CPU float32 and bfloat16 have compiled kernels of our own where the processor can run them; `threads` is how
-    many take part. Raises `UsageError` when the model does not fit, or the pages that were asked for do not.
+    many take part. `quantised`: what matrices are rounded to. Raises `UsageError` when the model does not fit, or the
+    pages that were asked for do not.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads)  # of this process: torch knows no other way
@@ -315,6 +318,11 @@ def open_sized(
             raise UsageError(
                 "-B compile is for our own decoders, and transformers' code computes this model. Leave it out."
             )
+        if quantised is not None:
+            raise UsageError(
+                f"-B weights={quantised} is for the decoder native, and transformers' own code computes this model. "
+                "Leave weights out, or give a folder that is quantised."
+            )
         return open_transformers(
             checkpoint,
             weights_dtype,
@@ -324,24 +332,31 @@ def open_sized(
             sharing=sharing,
         )
     own = own_kernels(shape, weights_dtype, device, compile)
+    bits = {None: None, "int8": 8, "int4": 4}[quantised]
+    if bits and shape.experts and not own:
+        raise UsageError(
+            f"-B weights={quantised}: experts are quantised on a CPU by our own kernels alone. Use --device cpu "
+            "without compile=true, or leave weights out."
+        )
     weights = checkpoint.weights(weights_dtype, by_layer=True)  # so they are never in memory twice
 
     def find(free: int) -> Sizing:
         wanted: dict[str, Any] = {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens}
         return estimate(shape, weights_dtype, device, free, **wanted, own=own, sharing=sharing)
 
-    open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, length=length, deterministic=deterministic)
+    how: dict[str, Any] = {"length": length, "deterministic": deterministic, "bits": bits}
+    open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, **how)
     if device.type == "cuda":
         # Free memory is counted once the weights are on the device.
         whole = open_with(slots=1, pages=1, compile=compile, graphs=graphs)
         return open_and_try(whole, find(free_memory(device)), step_tokens)
-    sizing = find(free_memory(device) - checkpoint.estimate(1, 1, length, weights_dtype).weights_bytes)
+    sizing = find(free_memory(device) - checkpoint.weight_bytes(weights_dtype, quantised, own))
     if not own:
         return open_with(slots=sizing.slots, pages=sizing.pages, compile=compile, graphs=False), sizing
     from gpuinfer.text.decoder.compiled_decoder import CpuDecoder
 
-    counts = {"slots": sizing.slots, "pages": sizing.pages, "length": length, "threads": threads}
-    return CpuDecoder(shape, weights, weights_dtype, **counts, deterministic=deterministic), sizing
+    counts: dict[str, Any] = {"slots": sizing.slots, "pages": sizing.pages, "threads": threads}
+    return CpuDecoder(shape, weights, weights_dtype, **counts, **how), sizing
 
 
 def open_transformers(

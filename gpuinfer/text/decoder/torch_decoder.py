@@ -71,12 +71,13 @@ class TorchDecoder:
         pages: int,
         length: int,
         deterministic: bool = False,
+        bits: int | None = None,
         compile: bool = False,
         graphs: bool = True,
         kernels: bool | None = None,
         share: bool = True,
     ) -> None:
-        self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
+        self.shape, self.length, self.device, self.dtype, self._bits = shape, length, device, dtype, bits
         self.computes_in = str(dtype).removeprefix("torch.")
         self.deterministic, self._graphs, self._share = deterministic, graphs, share
         self.reads_drawn = device.type == "cuda" and not deterministic
@@ -85,7 +86,7 @@ class TorchDecoder:
         self._adapters: dict[int, Adapter] = {}
         self._uploads = Uploads(device)
         with torch.no_grad():
-            self._weights = torch_layers.on_device(weights, device, dtype)
+            self._weights = torch_layers.on_device(weights, device, dtype, bits)
             self._layers = self._chosen_layers(compile, kernels)
         self.resize(slots, pages)
 
@@ -191,7 +192,7 @@ class TorchDecoder:
     @torch.no_grad()
     def pack(self, weights: Weights) -> Weights:
         """See `step.Decoder.pack`."""
-        return self._made_here(torch_layers.on_device(weights, self.device, self.dtype))
+        return self._made_here(torch_layers.on_device(weights, self.device, self.dtype, self._bits))
 
     @torch.no_grad()
     def swap(self, packed: object) -> None:

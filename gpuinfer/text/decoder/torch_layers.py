@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpuinfer.text.decoder.rounding import GROUP, HALF, rounded_to_4, rounded_to_8
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.transformer import Adapter, Experts, Layer, Linear, LowRank, Mixture, Norm, Product, Shape, Weights
 
@@ -88,15 +89,52 @@ def whole_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate)
     return (given[chosen, rows] * shares[..., None]).sum(1)
 
 
-def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Weights:
-    """The same weights over there, one after another; a head tied to the embedding stays one tensor with it."""
+@dataclass(frozen=True)
+class QuantisedLinear(Linear):
+    """`weight` int8 [out, groups, 64], or uint8 with two terms a byte [out, groups × 2, 16]: whole numbers that are
+    multiplied by `scales`, and of 4 bits added to `least`, [out, groups] of their groups, `columns` terms in all.
+    """
+
+    scales: Tensor = field(kw_only=True)
+    least: Tensor | None = field(kw_only=True)
+    columns: int = field(kw_only=True)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]"""
+        if self.least is None:
+            found = self.weight.to(dtype) * self.scales.to(dtype)[..., None]
+        else:
+            whole = torch.cat([self.weight & 15, self.weight >> 4], -1).to(dtype)
+            found = whole * self.scales.to(dtype)[..., None] + self.least.to(dtype)[..., None]
+        return found.flatten(1)[:, : self.columns]
+
+
+def quantised_linear(weight: Tensor, bias: Tensor | None, bits: int) -> QuantisedLinear:
+    """A weight [out, in], rounded as the compiled decoder rounds it."""
+    columns, size = weight.shape[1], GROUP if bits == 8 else HALF
+    grouped = F.pad(weight.float(), (0, -columns % size)).view(len(weight), -1, size)
+    if bits == 8:
+        whole, scales = rounded_to_8(grouped)
+        return QuantisedLinear(whole, bias, scales=scales, least=None, columns=columns)
+    whole, scales, least = rounded_to_4(grouped)
+    low, upper = whole[..., : size // 2], whole[..., size // 2 :]
+    return QuantisedLinear(low | upper << 4, bias, scales=scales, least=least, columns=columns)
+
+
+def on_device(weights: Weights, device: torch.device, dtype: torch.dtype, bits: int | None = None) -> Weights:
+    """The same weights over there, one after another, matrices rounded to so many `bits`; a head tied to the embedding
+    stays one tensor with it, unless it is rounded.
+    """
 
     def norm(given: Norm) -> Norm:
         shift = None if given.shift is None else given.shift.to(device, torch.float32)
         return Norm(given.scale.to(device, torch.float32), shift)
 
     def linear(given: Linear) -> Linear:
-        return Linear(given.weight.to(device, dtype), None if given.bias is None else given.bias.to(device, dtype))
+        bias = None if given.bias is None else given.bias.to(device, dtype)
+        if bits is not None and len(given.weight):
+            return quantised_linear(given.weight.to(device), bias, bits)
+        return Linear(given.weight.to(device, dtype), bias)
 
     def mixture(given: Mixture) -> Mixture:
         bias = None if given.bias is None else given.bias.to(device, torch.float32)
@@ -122,16 +160,20 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Wei
         embedding=embedding,
         layers=tuple(map(layer, weights.layers)),
         norm=norm(weights.norm),
-        head=Linear(embedding) if tied else linear(weights.head),
+        head=Linear(embedding) if tied and bits is None else linear(weights.head),
         positions=None if weights.positions is None else weights.positions.to(device, dtype),
     )
 
 
 def tensors_of(weights: Weights) -> Iterator[Tensor]:
     """All of its tensors, in an order that depends on the shape alone."""
-    yield from (weights.embedding, weights.head.weight)
+    yield weights.embedding
+    if not isinstance(weights.head, QuantisedLinear):
+        yield weights.head.weight
     yield from (tensor for tensor in (weights.positions, weights.head.bias) if tensor is not None)
-    norms, linears = [weights.norm], []
+    norms, linears = [weights.norm], list[Linear]()
+    if isinstance(weights.head, QuantisedLinear):
+        linears.append(weights.head)
     for layer in weights.layers:
         norms += [layer.attention_norm, layer.mlp_norm]
         norms += [norm for norm in (layer.query_norm, layer.key_norm) if norm is not None]
@@ -144,6 +186,8 @@ def tensors_of(weights: Weights) -> Iterator[Tensor]:
         yield from (tensor for tensor in (norm.scale, norm.shift) if tensor is not None)
     for linear in linears:
         yield from (tensor for tensor in (linear.weight, linear.bias) if tensor is not None)
+        if isinstance(linear, QuantisedLinear):
+            yield from (tensor for tensor in (linear.scales, linear.least) if tensor is not None)
 
 
 def normed(x: Tensor, norm: Norm, kind: str, eps: float) -> Tensor:
@@ -155,6 +199,8 @@ def normed(x: Tensor, norm: Norm, kind: str, eps: float) -> Tensor:
 
 
 def projected(x: Tensor, weights: Linear) -> Tensor:
+    if isinstance(weights, QuantisedLinear):
+        return F.linear(x, weights.dequantised(x.dtype), weights.bias)
     return F.linear(x, weights.weight, weights.bias)
 
 

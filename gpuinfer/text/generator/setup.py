@@ -28,7 +28,7 @@ from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.generator.speculation import PromptLookup, Proposer
 from gpuinfer.text.stages.open_staged_decoder import places_for
-from gpuinfer.text.text_options import FIRST_VERSION, TorchModelOptions, adapter_folders_given
+from gpuinfer.text.text_options import FIRST_VERSION, TorchModelOptions, WeightFormat, adapter_folders_given
 from gpuinfer.text.transformer import PAGE, Decoder, Shape
 
 if TYPE_CHECKING:
@@ -51,9 +51,11 @@ def fit_to_memory(
     free_bytes: int,
     beside: int = 0,
     own: bool = False,
+    quantised: WeightFormat | None = None,
 ) -> tuple[int, Estimate]:
     """Positions of a row, and what that takes with steps of `slots` rows (None: one, the least that makes sense),
-    `pages` (None: those of one row) and `beside` bytes of adapters. `own`: our own kernels compute.
+    `pages` (None: those of one row) and `beside` bytes of adapters. `own`: our own kernels compute;
+    `quantised`: what matrices are rounded to.
 
     A context that the user has not set is halved until one row fits. Raises `UsageError` with the numbers when none
     does, for pages that do not fit, and for fewer than one row takes.
@@ -64,7 +66,7 @@ def fit_to_memory(
     refuse_short(pages, length)
 
     def estimated() -> Estimate:
-        return checkpoint.estimate(slots or 1, pages or row_pages(length), length, dtype, beside, own)
+        return checkpoint.estimate(slots or 1, pages or row_pages(length), length, dtype, beside, own, quantised)
 
     while context is None and pages is None and estimated().peak_bytes > room and length > SHORTEST:
         length = max(SHORTEST, length // 2)
@@ -123,7 +125,8 @@ def open_generator(
         beside += draft[0].cache_bytes() if device.type == "cpu" else 0  # it is taken as it is written to
     own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
     free = sum(map(free_memory, dict.fromkeys(devices)))
-    length, estimate = fit_to_memory(checkpoint, wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own)
+    sized = (wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own, wanted.weights)
+    length, estimate = fit_to_memory(checkpoint, *sized)
     with ThreadPoolExecutor(2, "gpuinfer-opening") as others:  # while weights are read, which needs no Python
         language = others.submit(open_language, checkpoint.language, checkpoint.shape)
         if own:
@@ -138,7 +141,8 @@ def open_generator(
             "step_tokens": step_tokens,
         }
         if tuning.parallel == "data":
-            how = {"deterministic": setup.deterministic, "compile": wanted.compile, "graphs": wanted.graphs}
+            how: dict[str, Any] = {"deterministic": setup.deterministic, "compile": wanted.compile}
+            how |= {"graphs": wanted.graphs, "quantised": wanted.weights}
             decoder, sizing = open_sized(checkpoint, dtype, device, threads=threads, **how, **sizes)
         else:
             lane = lane or BackendContext().lane
@@ -162,6 +166,7 @@ def open_generator(
             "device": str(decoder.device),
             "dtype": setup.dtype,
             "computes_in": decoder.computes_in,
+            "weights": wanted.weights or setup.dtype,
             "slots": decoder.slots,
             "pages": decoder.pages,
             "page_positions": PAGE,
@@ -250,6 +255,11 @@ def resolved_tuning(
         )
     if tuning.speculation != "off" and (why := speculation_refusal(shape, tuning)):
         raise UsageError(f"-B speculate={tuning.speculation}: {why}")
+    if tuning.weights is not None and tuning.parallel != "data":
+        raise UsageError(
+            f"-B weights={tuning.weights} is for a model that one device holds, and parallel={tuning.parallel} cuts "
+            "it. Leave one of them out."
+        )
     given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
     return tuning.model_copy(update=given)
 
