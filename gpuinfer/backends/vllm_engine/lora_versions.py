@@ -5,12 +5,52 @@ name must never get another adapter: each version has a name and a number of its
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gpuinfer.errors import BadPrompt, UsageError
 
 SEPARATOR = "@"
+LOW_RANK = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+
+
+def refuse_misfit(model: Path, adapter: Path) -> None:
+    """Compare the adapter's matrices with those of the same name in the model's folder. Names that are not found there,
+    as those of quantised weights, are vLLM's to judge.
+
+    Raises `UsageError` for an adapter that is of another shape, damaged or missing.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    def sizes_in(files: Iterable[Path]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for file in files:
+            with safe_open(file, framework="numpy") as tensors:
+                found |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        return found
+
+    path = adapter / "adapter_model.safetensors"
+    if not (path.is_file() and (adapter / "adapter_config.json").is_file()):
+        raise UsageError(
+            f"there is no adapter in '{adapter}': it needs adapter_config.json and adapter_model.safetensors. Give a "
+            "folder as PEFT saves it (save_pretrained)."
+        )
+    try:
+        given = sizes_in([path])
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {error}. Copy it again.") from None
+    known = sizes_in(sorted(model.glob("*.safetensors")) if model.is_dir() else ())
+    for name, size in given.items():
+        if (part := LOW_RANK.fullmatch(name)) is None or len(whole := known.get(f"{part[1]}.weight", [])) != 2:
+            continue
+        side, own, wanted = ("inputs", size[-1], whole[1]) if part[2] == "A" else ("outputs", size[0], whole[0])
+        if own != wanted:
+            raise UsageError(
+                f"the adapter in '{adapter}' is for another model: {part[1]} has {own} {side}, and this model's has "
+                f"{wanted}. Give one that was made for this model."
+            )
 
 
 @dataclass
