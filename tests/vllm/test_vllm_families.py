@@ -141,6 +141,7 @@ def test_what_vllm_does_not_serve_is_refused_with_its_reason_before_an_engine_is
     for file in (tmp_path / "silent").glob("tokenizer*"):
         file.unlink()
     write_gptq(tmp_path / "packed", tmp_path / "twin")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     said = {
         "unknown": "vLLM does not serve 'unknown': The checkpoint you are trying to load has model type `nonesuch` but "
         "Transformers does not recognize this architecture.",
@@ -150,6 +151,7 @@ def test_what_vllm_does_not_serve_is_refused_with_its_reason_before_an_engine_is
         "encoder": "vLLM does not serve 'encoder': Embedding models do not support `--runner generate`.",
         "silent": "'silent' has no tokenizer. Copy tokenizer.json",
         "packed": "vLLM does not take these engine arguments: torch.float32 is not supported",
+        "model.gguf": "vLLM does not serve 'model.gguf': GGUF files are read by a plugin of vLLM's",
         "an-owner/gone": "vLLM does not serve 'an-owner/gone': there is no such folder, and it is not in the cache",
     }
     command = [sys.executable, "-c", OPEN, *said]

@@ -248,6 +248,8 @@ def test_a_model_that_our_reader_alone_knows_is_written_with_a_tokenizer_or_refu
     assert json.loads((tmp_path / "model/config.json").read_text())["vocab_size"] == 1024
     with pytest.raises(UsageError, match="'null', which is no Hugging Face folder"):
         model_for_vllm(ModelSpec("null", kind="text"), tmp_path)
+    with pytest.raises(UsageError, match="'smollm2', which comes as a GGUF file"):
+        model_for_vllm(ModelSpec("smollm2", kind="text"), tmp_path)
     with pytest.raises(UsageError, match="goes from left to right, and 'tiny-llada' is a diffusion model"):
         model_for_vllm(ModelSpec("tiny-llada", kind="text"), tmp_path)
 

@@ -178,7 +178,13 @@ class VllmEngine:
         try:
             model = AsyncEngineArgs(**wanted).create_model_config()
         except Exception as error:
-            raise UsageError(f"vLLM does not serve '{name}': {_reason(error)}") from error
+            why = _reason(error)
+            if name.endswith(".gguf"):
+                why = (
+                    "GGUF files are read by a plugin of vLLM's, if one is installed. Use the backend inprocess, or "
+                    "name the Hugging Face folder."
+                )
+            raise UsageError(f"vLLM does not serve '{name}': {why}") from error
         refuse_without_tokenizer(name, Path(model.tokenizer))
         positions = int(model.max_model_len)
         wanted.setdefault("max_model_len", min(positions, most))

@@ -20,6 +20,7 @@ from gpuinfer.backends.vllm_engine.async_llm import VllmCounters, VllmEngine, pr
 from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments, most_positions
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters, refuse_misfit
 from gpuinfer.errors import UsageError
+from gpuinfer.text.packaged_models import PACKAGED
 from gpuinfer.text.text_options import (
     ADAPTERS_HELP,
     FIRST_VERSION,
@@ -44,6 +45,11 @@ def model_for_vllm(spec: ModelSpec, room: Path) -> tuple[str, Checkpoint | None]
     from gpuinfer.text.checkpoint import BUILT_IN, masked_family_in, open_checkpoint, save_folder
 
     path, kind = path_kind(spec.name)
+    if kind == "nothing" and spec.name in PACKAGED and spec.weights is None:
+        raise UsageError(
+            f"the backend 'vllm' cannot serve '{spec.name}', which comes as a GGUF file. Use the backend inprocess, or "
+            "name a Hugging Face folder."
+        )
     ours = spec.name in BUILT_IN and kind != "folder"
     if spec.weights is None and not ours and path.suffix not in (".pt", ".pth"):
         if kind == "folder":
