@@ -94,9 +94,9 @@ $(VENV)/.docs: $(READY)
 	@touch $@
 
 VLLM := .venv-vllm
-VLLM_TESTS ?= vllm and not thorough
+VLLM_TESTS ?= "vllm and not thorough"
 vllm: $(VLLM)/.ready
-	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "$(VLLM_TESTS)" tests/vllm
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m $(VLLM_TESTS) tests/vllm
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest -n 2 -m vllm tests/triton_kernels
 
 # LEVEL is of the compression, 1 to 22: 16 takes six times as long as 12, for 4 % less. TORCH names another build of

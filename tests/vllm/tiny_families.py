@@ -19,9 +19,6 @@ WINDOW = {"sliding_window": 16}  # shorter than the prompts of the tests
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512, **TOKENS}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
-GROUPED = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 1}
 MULTIPLIED = {"embedding_multiplier": 2.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5}
 
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {  # the class of its configuration, and what that is made of
@@ -55,7 +52,6 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {  # the class of its confi
     "ernie4_5": ("Ernie4_5Config", {**DENSE, **HEAD}),
     "seed_oss": ("SeedOssConfig", {**DENSE, **HEAD}),
     "apertus": ("ApertusConfig", DENSE),
-    "deepseek_v2": ("DeepseekV2Config", {**DENSE, **LATENT, **ROUTED, **GROUPED}),
     "gpt_oss": ("GptOssConfig", {**DENSE, **EXPERTS, **HEAD, **WINDOW}),
 }
 CHAT = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
