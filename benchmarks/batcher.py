@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import nn
 import gpuinfer
 from gpuinfer.api import Backend, Limits, Request, Result
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.results import CheckedResult
 from gpuinfer.host import event_loop
 from gpuinfer.models.out_of_memory import LARGEST_OF_ROWS, keep_freed_memory
 
@@ -42,18 +44,67 @@ class Null(Backend):
         return [None] * len(batch)
 
 
-async def engine_rate(clients: int, requests: int) -> float:
-    engine = Engine(Null(), gpuinfer.Dynamic())
+class Stacking(Backend):
+    """Does with rows what torch needs at least: joins them, and gives each its row of the answer."""
+
+    limits = Limits(max_rows=4096)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        return list(map(CheckedResult, torch.stack([request.payload for request in batch]).unbind(0)))
+
+
+async def engine_rate(backend: Backend, clients: int, requests: int) -> float:
+    engine, row = Engine(backend, gpuinfer.Dynamic()), torch.zeros(1)
     await engine.start()
 
     async def client() -> None:
         for _ in range(requests // clients):
-            await engine.submit(None)
+            await engine.submit(row)
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
     taken = time.perf_counter() - began
     await engine.close()
+    return requests // clients * clients / taken
+
+
+def locks_rate(clients: int, requests: int) -> float:
+    """Requests a second of threads that wait on a lock each, which another thread opens at once: what no batcher of
+    threads can be faster than.
+    """
+    waiting: deque[threading.Lock] = deque()
+    asked, over = threading.Semaphore(0), object()
+
+    def answer() -> None:
+        while True:
+            asked.acquire()
+            while waiting:
+                if (lock := waiting.popleft()) is over:
+                    return
+                lock.release()
+
+    def client() -> None:
+        for _ in range(requests // clients):
+            lock = threading.Lock()
+            lock.acquire()
+            waiting.append(lock)
+            if len(waiting) == 1:
+                asked.release()
+            while not lock.acquire(timeout=0.1):
+                asked.release()  # it was taken at the same moment as the last
+
+    server = threading.Thread(target=answer)
+    server.start()
+    running = [threading.Thread(target=client) for _ in range(clients)]
+    began = time.perf_counter()
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    taken = time.perf_counter() - began
+    waiting.append(over)  # type: ignore[arg-type]
+    asked.release()
+    server.join()
     return requests // clients * clients / taken
 
 
@@ -226,7 +277,9 @@ def main() -> None:
         count = given.requests
         rates = measured(
             {
-                "engine alone, 64 coroutines": lambda: run_loop(engine_rate(64, count)),
+                "engine alone, 64 coroutines": lambda: run_loop(engine_rate(Null(), 64, count)),
+                "engine, rows stacked and unbound": lambda: run_loop(engine_rate(Stacking(), 64, count)),
+                "64 threads, a lock each, no work at all": lambda: locks_rate(64, count),
                 "Batcher, nn.Identity, 64 coroutines": lambda: run_loop(coroutines(nn.Identity(), number, 64, count)),
                 "Batcher, a function that returns its rows, 64 coroutines": lambda: run_loop(
                     coroutines(lambda rows: rows, number, 64, count)
