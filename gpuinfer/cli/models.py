@@ -39,26 +39,26 @@ def models(
     Each with what --model takes, its size, its family, and what would serve it. The folders of the setting
     models.folders are listed too. No weights are read.
     """
-    from gpuinfer.text.hub_cache import cache_folder
+    from gpuinfer.text.hub_cache import hub_folder
     from gpuinfer.text.model_listing import listed_models
 
     merged = settings.load(config=file)
     own = ModelsOptions(**check(ModelsOptions, merged.table(NAME), NAME))
     found = listed_models(list(dict.fromkeys([*own.folders, *(folders or [])])))
     if as_json:
-        document = {"schema": SCHEMA, "cache": str(cache_folder()), "models": [asdict(one) for one in found]}
+        document = {"schema": SCHEMA, "cache": str(hub_folder()), "models": [asdict(one) for one in found]}
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
         return
     if not found:
         typer.echo(
-            f"No model in {cache_folder()}, in installed packages, or in folders that are given. "
+            f"No model in {hub_folder()}, in installed packages, or in folders that are given. "
             "`--download` of other commands fetches one: gpuinfer chat --model OWNER/NAME --download"
         )
     from gpuinfer.cli.screen.display import facts
 
     for source, title in TITLES.items():
         if rows := [_row(one) for one in found if one.source == source]:
-            facts(f"{title} {cache_folder()}" if source == "cache" else title, rows)
+            facts(f"{title} {hub_folder()}" if source == "cache" else title, rows)
 
 
 def _row(one: Any) -> tuple[str, str, str]:

@@ -887,7 +887,11 @@ class RowFuture(PendingAnswer):
 
     def set_result(self, result: Any) -> None:
         """On the session's loop."""
-        answer = self.owner._unwrapped(result, self.count)
+        try:
+            answer = self.owner._unwrapped(result, self.count)
+        except Exception as error:  # noqa: BLE001 (the caller's: whoever waits must not wait for ever)
+            self.set_exception(error)
+            return
         self.owner._settled(self.request.rows)  # first: who waits for this may ask for the next at once
         super().set_result(answer)
 
@@ -944,7 +948,10 @@ class WaitedRow:
         return self._settled
 
     def set_result(self, result: Any) -> None:
-        self._answer = self.owner._unwrapped(result, self.count)
+        try:
+            self._answer = self.owner._unwrapped(result, self.count)
+        except Exception as error:  # noqa: BLE001 (as of a future)
+            self._error = error
         self._settle()
 
     def set_exception(self, error: BaseException) -> None:

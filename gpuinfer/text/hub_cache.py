@@ -54,7 +54,7 @@ class HubModel:
     @property
     def folder(self) -> Path:
         """Where the cache has the repository, if it has it."""
-        return cache_folder() / (PREFIX + self.repository.replace("/", "--"))
+        return hub_folder() / (PREFIX + self.repository.replace("/", "--"))
 
 
 def hub_model_of(name: str) -> HubModel | None:
@@ -64,7 +64,7 @@ def hub_model_of(name: str) -> HubModel | None:
     return HubModel(found["repository"], found["file"], found["revision"])
 
 
-def cache_folder() -> Path:
+def hub_folder() -> Path:
     """The cache as the environment says: HF_HUB_CACHE, else HF_HOME/hub, else that of the user."""
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if given := os.environ.get(variable):
@@ -75,7 +75,7 @@ def cache_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class HubSnapshot:
     """One commit of a repository in the cache. `lacks`: files that its model needs and that are not there."""
 
     folder: Path
@@ -103,16 +103,16 @@ def cached_model(name: str) -> Path | None:
     return snapshot.folder if not ggufs else ggufs[0] if len(ggufs) == 1 else None
 
 
-def snapshot_of(model: HubModel) -> Snapshot | None:
+def snapshot_of(model: HubModel) -> HubSnapshot | None:
     """The snapshot of its revision, main where it names none; None where the cache has no such one."""
     commit = _commit_of(model.folder, model.revision or MAIN)
     return None if commit is None else _snapshot(model.folder, commit)
 
 
-def cached_repositories() -> Iterator[tuple[HubModel, Snapshot]]:
+def cached_repositories() -> Iterator[tuple[HubModel, HubSnapshot]]:
     """Every revision of every model in the cache: those with a name, and commits without one."""
     try:
-        folders = sorted(one for one in cache_folder().iterdir() if one.name.startswith(PREFIX) and one.is_dir())
+        folders = sorted(one for one in hub_folder().iterdir() if one.name.startswith(PREFIX) and one.is_dir())
     except OSError:
         return
     for folder in folders:
@@ -130,7 +130,7 @@ def cached_repositories() -> Iterator[tuple[HubModel, Snapshot]]:
 
 def absence_of(model: HubModel) -> UsageError:
     """Why the cache cannot give it, with the cure. Call it where `cached_model` is None."""
-    name, cache = model.name, cache_folder()
+    name, cache = model.name, hub_folder()
     fetch = "To fetch it, add --download."
     snapshot = snapshot_of(model)
     if snapshot is not None and model.file is not None:
@@ -219,10 +219,10 @@ def _commits(folder: Path) -> list[str]:
         return []
 
 
-def _snapshot(repository: Path, commit: str) -> Snapshot:
+def _snapshot(repository: Path, commit: str) -> HubSnapshot:
     """What it lacks is told by the commit's list of files, where the cache has it, and by the weights' index."""
     folder = repository / "snapshots" / commit
-    listed = read_object(repository / "trees" / f"{commit}.json").get("files")
+    listed = json_object_in(repository / "trees" / f"{commit}.json").get("files")
     names = list(listed) if isinstance(listed, dict) else []
     ends = (".safetensors", ".bin", INDEX)
     least = [name for name in needed_files(names) if name in LEAST_NAMES or name.endswith(ends)]
@@ -234,13 +234,13 @@ def _snapshot(repository: Path, commit: str) -> Snapshot:
         least.append("its weights")
     for index in folder.glob(f"*{INDEX}"):
         kind = index.name.removesuffix(INDEX).rpartition(".")[2]
-        named = read_object(index).get("weight_map")
+        named = json_object_in(index).get("weight_map")
         if kind == "safetensors" and isinstance(named, dict):
             least += sorted({file for file in named.values() if isinstance(file, str)})
-    return Snapshot(folder, tuple(one for one in dict.fromkeys(least) if not (folder / one).is_file()))
+    return HubSnapshot(folder, tuple(one for one in dict.fromkeys(least) if not (folder / one).is_file()))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def json_object_in(path: Path) -> dict[str, Any]:
     """Empty where the file cannot be read or holds no object."""
     try:
         if path.stat().st_size > MOST_BYTES:

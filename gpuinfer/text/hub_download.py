@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host.error_text import short_message
-from gpuinfer.text.hub_cache import HubModel, cache_folder, cached_model, hub_model_of, needed_files, snapshot_of
+from gpuinfer.text.hub_cache import HubModel, cached_model, hub_folder, hub_model_of, needed_files, snapshot_of
 from gpuinfer.units import memory
 
 ASK_S = 30.0  # for the list of files
@@ -37,7 +37,7 @@ def download_model(name: str, code: bool = False) -> None:
         raise UsageError(f"--download: '{name}' is no name of the hub. Write --model OWNER/NAME, or leave it out.")
     if offline():
         raise WorkError(
-            f"'{model.name}' is not in {cache_folder()}, and HF_HUB_OFFLINE forbids to fetch it. Unset it (also "
+            f"'{model.name}' is not in {hub_folder()}, and HF_HUB_OFFLINE forbids to fetch it. Unset it (also "
             "TRANSFORMERS_OFFLINE), or bring the cache from another machine."
         )
     import huggingface_hub
@@ -50,10 +50,10 @@ def download_model(name: str, code: bool = False) -> None:
         sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
         wanted = _wanted(model, sizes, code)
         _check_space(model, sum(sizes[one] for one in wanted))
-        log.info("fetching %d files of %s into %s", len(wanted), model.name, cache_folder())
+        log.info("fetching %d files of %s into %s", len(wanted), model.name, hub_folder())
         for file in sorted(wanted, key=lambda one: (one.endswith(WEIGHTS), one)):  # weights last: their lack is seen
             huggingface_hub.hf_hub_download(  # in this thread: Ctrl-C ends it at once
-                model.repository, file, revision=model.revision, cache_dir=cache_folder(), endpoint=hub
+                model.repository, file, revision=model.revision, cache_dir=hub_folder(), endpoint=hub
             )
     except GpuinferError:
         raise
@@ -92,7 +92,7 @@ def _wanted(model: HubModel, names: Collection[str], code: bool) -> list[str]:
 
 
 def _check_space(model: HubModel, needed: int) -> None:
-    folder = cache_folder()
+    folder = hub_folder()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -133,12 +133,12 @@ def _explained(model: HubModel, hub: str, error: Exception) -> GpuinferError:
         return WorkError(f"{hub} answers {status} for '{model.repository}'. {cure}")
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return WorkError(
-            f"the disk of {cache_folder()} is full: {error.strerror}. Free some, or put the cache elsewhere: "
+            f"the disk of {hub_folder()} is full: {error.strerror}. Free some, or put the cache elsewhere: "
             "HF_HOME=/path/on/another/disk. What came is kept."
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return WorkError(
-            f"{error.filename or cache_folder()} cannot be written: {error.strerror}. Put the cache where you may "
+            f"{error.filename or hub_folder()} cannot be written: {error.strerror}. Put the cache where you may "
             "write: HF_HOME=/path"
         )
     return WorkError(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.hub_cache import cached_repositories, read_object
+from gpuinfer.text.hub_cache import cached_repositories, json_object_in
 from gpuinfer.text.packaged_models import PACKAGED, packaged_files
 
 Server = Literal["native", "transformers", "vllm", "none"]
@@ -113,7 +113,7 @@ def listed_folder(folder: Path, name: str, source: str) -> ListedModel:
         first = listed_file(ggufs[0])
         more = f"{len(ggufs)} GGUF files: {name}/{ggufs[0].name} names one" if len(ggufs) > 1 else first.reason
         return replace(first, name=name, source=source, path=str(folder), size=size, reason=more)
-    settings = read_object(folder / "config.json")
+    settings = json_object_in(folder / "config.json")
     weights = [one for one in files if one.suffix == ".safetensors"]
     parameters, dtype = _counted(weights)
     family = settings.get("model_type")
