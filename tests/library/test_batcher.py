@@ -905,7 +905,9 @@ def forward_threads():
 
 
 @pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))])
-def test_short_batches_of_torch_modules_need_no_thread(model):
+def test_short_batches_of_torch_modules_need_no_thread(model, monkeypatch):
+    monkeypatch.setattr("gpuinfer.backends.inprocess.SHORT_S", 60.0)  # whatever else this machine does
+    monkeypatch.setattr("gpuinfer.backends.inprocess.LONG_S", 60.0)
     threads = torch.get_num_threads()
     with gpuinfer.Batcher(model, devices="cpu", example=torch.ones(3)) as batcher:
         before = set(forward_threads())
