@@ -40,6 +40,10 @@ class Answerer:
     def __exit__(self, *error: object) -> None:
         self._driver.close()
 
+    def counters(self) -> dict[str, float]:
+        """Totals of its steps: `generator.driver.DriverCounters`."""
+        return self._driver.counters()
+
     def tokens_of(self, prompt: Prompt) -> list[int]:
         [prepared] = self.generator.prepare([prompt])
         if isinstance(prepared, Exception):

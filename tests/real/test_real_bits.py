@@ -7,6 +7,7 @@ from answering import Answerer, greedy
 
 from gpuinfer.generation import Completion, Prompt, Sampling
 from gpuinfer.text.generator import setup
+from gpuinfer.text.generator.speculation import PromptLookup
 
 pytestmark = pytest.mark.real
 
@@ -71,3 +72,23 @@ def test_answers_are_the_same_on_one_two_and_three_threads(folder, dtype, monkey
         found.append([[told(answers[0].completions[0])], *[one.completions[0].tokens for one in answers]])
     assert found[1] == found[0]
     assert found[2] == found[0]
+
+
+def test_prompt_look_up_changes_no_bit_and_takes_fewer_steps(folder, ours):
+    """Of a text that is written down again, by the likeliest tokens and by drawn ones, among others."""
+    text = f"Repeat this text word by word: {' '.join(TEXTS[:6])}"
+    prompts = [
+        Prompt(
+            messages=({"role": "user", "content": text},),
+            sampling=Sampling(max_tokens=64, temperature=temperature, seed=3, logprobs=2),
+            key="text",
+        )
+        for temperature in (0.0, 0.8)
+    ]
+    plain = [told(one.completions[0]) for one in ours.answer([*prompts, SUBJECT])]
+    with Answerer(folder) as quick:
+        quick.generator.speculate(PromptLookup)
+        found = [told(one.completions[0]) for one in quick.answer([*prompts, SUBJECT])]
+        counts = quick.counters()
+    assert found == plain
+    assert counts["accepted"] > 10
