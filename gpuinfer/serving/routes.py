@@ -30,7 +30,7 @@ from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, Unloa
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
 from gpuinfer.serving.responses_endpoint import responses
 from gpuinfer.serving.row_endpoint import EvaluateEndpoint
-from gpuinfer.serving.score_endpoints import RerankBody, ScoreBody, rankings, scores
+from gpuinfer.serving.score_endpoints import RerankBody, ScoreBody, pair_scores, rankings
 from gpuinfer.serving.service import ModelService, ServedModels, Work
 from gpuinfer.serving.text_endpoints import PredictBody, completions, generations, predictions
 from gpuinfer.serving.token_endpoints import DetokenizeBody, TokenizeBody, detokenizations, tokenizations
@@ -281,7 +281,7 @@ OF_TEXT: Sequence[tuple[str, Callable[[ModelService], Work], str, type[Struct], 
         ("object", "data", "usage"),
     ),
     *(
-        (url, scores, "How likely one text follows another.", ScoreBody, ("object", "data", "usage"))
+        (url, pair_scores, "How likely one text follows another.", ScoreBody, ("object", "data", "usage"))
         for url in ("/v1/score", "/score")
     ),
     *(

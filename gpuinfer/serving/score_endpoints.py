@@ -64,7 +64,7 @@ class TextPair:
     place: str
 
 
-def scores(service: ModelService) -> Work:
+def pair_scores(service: ModelService) -> Work:
     """The work of /v1/score."""
     decoder = msgspec.json.Decoder(ScoreBody)
 

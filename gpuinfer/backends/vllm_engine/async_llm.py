@@ -19,7 +19,7 @@ from gpuinfer.api import Lane
 from gpuinfer.backends.vllm_engine.engine_arguments import refuse_unknown
 from gpuinfer.backends.vllm_engine.list_constraints import processor_for
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter
-from gpuinfer.backends.vllm_engine.vllm_requests import ServedModel, VllmRequest
+from gpuinfer.backends.vllm_engine.vllm_requests import VllmModel, VllmRequest
 from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
 from gpuinfer.text.language.tokenizer import DEFAULT, WITH_TOOLS
 from gpuinfer.text.language.transformers_tokenizer import language_of, token_ids_of
@@ -213,10 +213,10 @@ class VllmEngine:
         return str(self._llm.vllm_config.model_config.model)
 
     @property
-    def model(self) -> ServedModel:
+    def model(self) -> VllmModel:
         """What prompts are checked against."""
         config = self._llm.vllm_config.model_config
-        return ServedModel(str(config.hf_config.model_type), int(config.get_vocab_size()), self._positions)
+        return VllmModel(str(config.hf_config.model_type), int(config.get_vocab_size()), self._positions)
 
     def language(self) -> Language:
         """By the tokenizer, the end tokens and the chat templates that vLLM has found. Raises `UsageError`."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 from gpuinfer.api import Event, Limits, Request, Setup
 from gpuinfer.backends.vllm_engine.async_llm import VllmCounters
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
-from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer, ServedModel, VllmRequest
+from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer, VllmModel, VllmRequest
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, QueueFull, UsageError
 from gpuinfer.http.client import ClientError, ConnectionBroken, HttpClient, RequestTimedOut, Unreachable
 from gpuinfer.stats import Snapshot
@@ -263,7 +263,7 @@ class EndpointModel:
         language = await asyncio.to_thread(open_model_language, spec)
         length = endpoint.length - 1
         facts = {"model": endpoint.name, "endpoint": endpoint.url, "slots": endpoint.rows, "context": length}
-        model = ServedModel(endpoint.name, language.vocabulary, endpoint.length)
+        model = VllmModel(endpoint.name, language.vocabulary, endpoint.length)
         prompts = PromptPreparer(language, model, endpoint.rows, length, facts, processed)
         adapters = VllmAdapters(endpoint.load, endpoint.unload, most)
         for other in endpoint.others:

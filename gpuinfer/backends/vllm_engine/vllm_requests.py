@@ -133,7 +133,7 @@ class VllmPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class VllmModel:
     """What vLLM says of a model that it serves, as far as prompts are checked against it."""
 
     family: str
@@ -146,7 +146,7 @@ class ServedModel:
 class EngineLimits:
     """What an engine holds at most. vLLM makes rows wait for its own pages: ours never refuse one."""
 
-    shape: ServedModel
+    shape: VllmModel
     slots: int
     length: int
     pages: int = sys.maxsize
@@ -158,7 +158,7 @@ class PromptPreparer:
     def __init__(
         self,
         language: Language,
-        model: ServedModel,
+        model: VllmModel,
         slots: int,
         length: int,
         facts: Mapping[str, Any],

@@ -19,7 +19,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word the eight values lie tha
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1, without sign
 
 
-def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Unsigned numbers from a stream of bits along the first dimension, lowest bits first.
 
     `words`: int32 [any, columns]. Returns int32 [count, columns].
@@ -33,7 +33,7 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     return (((wide[place] >> shift) | (wide[place + 1] << (32 - shift))) & ((1 << bits) - 1)).to(torch.int32)
 
 
-def bits_of(words: int, values: int) -> int:
+def packed_bits(words: int, values: int) -> int:
     """Bits of one value, of as many as are packed into so many words of 32."""
     return 32 * words // values
 
@@ -45,8 +45,8 @@ def gptq_matrix(parts: Parts, *, old_zeros: bool, bits: int) -> Tensor:
     scales = parts["scales"].float()
     groups, outputs = scales.shape
     inputs = parts["qweight"].shape[0] * 32 // bits
-    values = unpacked(parts["qweight"], bits, inputs)
-    zeros = unpacked(parts["qzeros"].T.contiguous(), bits, outputs).T + int(old_zeros)
+    values = unpacked_words(parts["qweight"], bits, inputs)
+    zeros = unpacked_words(parts["qzeros"].T.contiguous(), bits, outputs).T + int(old_zeros)
     given = parts.get("g_idx")
     group = torch.arange(inputs) // -(-inputs // groups) if given is None else given.long()
     return ((values - zeros[group]).float() * scales[group]).T
@@ -60,7 +60,10 @@ def awq_matrix(parts: Parts) -> Tensor:
     def nibbles(words: Tensor) -> Tensor:
         rows = words.shape[0]
         return (
-            unpacked(words.reshape(1, -1), 4, 8).view(8, rows, -1)[list(AWQ_ORDER)].permute(1, 2, 0).reshape(rows, -1)
+            unpacked_words(words.reshape(1, -1), 4, 8)
+            .view(8, rows, -1)[list(AWQ_ORDER)]
+            .permute(1, 2, 0)
+            .reshape(rows, -1)
         )
 
     values, zeros = nibbles(parts["qweight"]), nibbles(parts["qzeros"])
@@ -100,12 +103,12 @@ def packed_matrix(parts: Parts, shape: tuple[int, ...], bits: int) -> Tensor:
     """
     outputs, inputs = shape
     half = 1 << (bits - 1)
-    values = unpacked(parts["weight_packed"].T.contiguous(), bits, inputs).T - half
+    values = unpacked_words(parts["weight_packed"].T.contiguous(), bits, inputs).T - half
     scale = parts["weight_scale"].float()
     given, groups = parts.get("weight_g_idx"), scale.shape[1]
     group = torch.arange(inputs) // -(-inputs // groups) if given is None or (given < 0).any() else given.long()
     if "weight_zero_point" in parts:
-        values = values - (unpacked(parts["weight_zero_point"], bits, outputs) - half)[:, group]
+        values = values - (unpacked_words(parts["weight_zero_point"], bits, outputs) - half)[:, group]
     return values.float() * scale[:, group]
 
 

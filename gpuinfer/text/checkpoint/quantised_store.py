@@ -70,7 +70,7 @@ class QuantisedStore:
         if matrix is None:
             self._stored.read(name, into)
             return
-        parts = {part: read_whole(self._stored, own) for part, own in matrix.parts.items()}
+        parts = {part: whole_tensor(self._stored, own) for part, own in matrix.parts.items()}
         try:
             into.copy_(matrix.decode(parts))
         except (RuntimeError, IndexError, ValueError, KeyError) as error:  # shapes that contradict one another
@@ -88,7 +88,7 @@ class QuantisedStore:
         return {name: hashlib.sha256(b"".join(found[part] for part in parts)).digest() for name, parts in own.items()}
 
 
-def read_whole(store: Store, name: str) -> Tensor:
+def whole_tensor(store: Store, name: str) -> Tensor:
     stored = store.tensors[name]
     into = torch.empty(stored.shape, dtype=stored.dtype)
     store.read(name, into)
@@ -175,9 +175,9 @@ def _compressed(store: Store, stem: str, parts: Mapping[str, str], settings: Con
     )
     if store.tensors[own["weight_packed"]].dtype != torch.int32:
         raise elsewhere(f"the weights are quantised by compressed-tensors in a format of their own ('{stem[:80]}')")
-    shape = tuple(int(size) for size in read_whole(store, own.pop("weight_shape")))
+    shape = tuple(int(size) for size in whole_tensor(store, own.pop("weight_shape")))
     _, words = store.tensors[own["weight_packed"]].shape
-    bits = formats.bits_of(words, shape[1]) if len(shape) == 2 and shape[1] > 0 else 0
+    bits = formats.packed_bits(words, shape[1]) if len(shape) == 2 and shape[1] > 0 else 0
     if bits not in (2, 4, 8):
         raise elsewhere(f"'{stem[:80]}' is quantised to {bits} bits (2, 4 and 8 are read)")
     return QuantisedMatrix(shape, own, partial(formats.packed_matrix, shape=shape, bits=bits))
@@ -204,7 +204,7 @@ def _state(store: Store, stem: str, parts: Mapping[str, str]) -> dict[str, Any]:
     try:
         if name is None or len(store.tensors[name].shape) != 1 or store.tensors[name].shape[0] > MOST_STATE:
             raise ValueError
-        state = json.loads(bytes(read_whole(store, name).tolist()))
+        state = json.loads(bytes(whole_tensor(store, name).tolist()))
         whole = {key: int(state[key]) for key in ("blocksize", *(["nested_blocksize"] * ("nested_absmax" in state)))}
         return {**state, **whole, "shape": [int(size) for size in state["shape"]]}
     except (ValueError, KeyError, TypeError):

@@ -323,7 +323,7 @@ def open_sized(
                 f"-B weights={quantised} is for the decoder native, and transformers' own code computes this model. "
                 "Leave weights out, or give a folder that is quantised."
             )
-        return open_transformers(
+        return open_traced(
             checkpoint,
             weights_dtype,
             device,
@@ -359,7 +359,7 @@ def open_sized(
     return CpuDecoder(shape, weights, weights_dtype, **counts, **how), sizing
 
 
-def open_transformers(
+def open_traced(
     checkpoint: TransformersCheckpoint,
     dtype: torch.dtype,
     device: torch.device,
