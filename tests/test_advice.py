@@ -23,6 +23,7 @@ WORKLOADS = ("selfplay", "load", "generate", "rollouts", "train")
 OTHERS = {
     "--force-reinstall",
     "--no-deps",
+    "--upgrade",
     "--enable-lora",
     "--query-gpu",
     "--format",

@@ -93,7 +93,7 @@ PEERS --temperature 1 | 2 | --temperature is no part of a comparison of generato
 PEERS --seconds 3 | 2 | --seconds is no part of a comparison of generators
 PEERS --batch-sizes 1,x | 2 | --batch-sizes 1,x: not whole numbers
 PEERS --new-tokens 100000 | 2 | Take a smaller --new-tokens
-PEERS --prompts none.jsonl | 2 | --prompts none.jsonl cannot be read
+PEERS --prompts none.jsonl | 2 | --prompts none.jsonl: there is no such file
 PEERS --prompts odd.jsonl | 2 | --prompts odd.jsonl, row 2:
 PEERS --python vllm | 2 | Write --python vllm=/path/to/python
 PEERS --python vllm=/nowhere | 2 | /nowhere is no program
