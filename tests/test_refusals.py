@@ -101,7 +101,7 @@ PEERS --python vlm=/bin/true | 2 | no peer named 'vlm' … 'vllm'
 PEERS --model nothing | 2 | nothing
 
 serve --max-model-len 4096 | 2 | '--context'
-serve --quantization awq | 2 | Quantised weights are not read.
+serve --quantization awq | 2 | How weights are quantised is read from their files.
 serve --max-num-seqs 8 | 2 | '-B slots=N'
 serve --num-replicas 3 | 2 | '--replicas'
 serve m/llama | 2 | --model m/llama?

@@ -224,4 +224,4 @@ def test_the_help_promises_no_code_of_checkpoints(gpuinfer, monkeypatch, command
     code, out, _ = gpuinfer(command, "--help")
     [line] = [line for line in out.splitlines() if "--trust-remote-code" in line]
     assert code == 0
-    assert "is never run here" in line
+    assert "may run in vLLM, with --backend vllm; none else does" in line

@@ -39,6 +39,9 @@ class Opened:
     def weights(self, dtype, *, by_layer=False):
         return random_weights(self.shape, dtype)
 
+    def weight_bytes(self, *_):
+        return 0
+
     def estimate(self, slots, pages, length, dtype):
         return Estimate(weights_bytes=0, cache_bytes=0, peak_bytes=0)
 
