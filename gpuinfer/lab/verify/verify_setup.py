@@ -121,7 +121,8 @@ class VerifyOptions(UnmaskingOptions):
     base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
     prompts: Path | None = Field(None, description="prompts as generate takes them; default: a set that is built in")
     perplexity: Path | None = Field(
-        None, description="instead of the checks: this text's perplexity, of the model as it is, and with the options of -B"
+        None,
+        description="instead of the checks: this text's perplexity, of the model as it is, and with the options of -B",
     )
     limit: int = Field(32, ge=1, le=100_000, description="prompts that are taken from there, the first ones")
     new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
