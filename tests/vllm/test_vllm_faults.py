@@ -66,7 +66,7 @@ def test_a_killed_engine_is_replaced_and_answers_what_was_asked_with_the_adapter
             {"engine_args": {"max_num_seq": 3}},
             r"no engine argument of vLLM named 'max_num_seq'.*Did you mean 'max_num_seqs'",
         ),
-        ({"max_model_len": 1 << 20}, r"(?s)engine arguments:.*max_model_len"),
+        ({"max_model_len": 1 << 20}, r"vLLM does not serve .*max_model_len"),
         ({"start_timeout": 0.5}, r"did not come up within 0\.5 s"),
     ],
 )
