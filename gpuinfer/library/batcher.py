@@ -122,8 +122,8 @@ class Batcher(SessionFigures):
     `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. `roofline`: measure the bare model
     first, for some seconds; the verdict then knows what larger batches would bring. Further keyword arguments are the
     backend's options (`gpuinfer docs reference/plugins#backend-inprocess`), such as `max_rows=256` (of a batch) or
-    `threads=1`. Several threads may run the model at once: on a CUDA device each on its own stream, on a CPU each on
-    a part of a large batch, where that is faster. A model that changes itself while it computes needs `in_flight=1`.
+    `threads=1`. On a CUDA device two threads run the model, each on its own stream; a model that changes itself while
+    it computes needs `in_flight=1`.
 
     A row is read when its batch is computed: write to its memory only once its answer is there.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,11 +24,6 @@ from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
 from gpuinfer.models.row_blocks import layout_of, rearranged, sound_rows, tensors_of
 from gpuinfer.models.row_format import AnswerLayout
 from gpuinfer.models.row_layout import FLOATS, RowBatch, RowLayout, SingleRow, unpacked_leaves
-
-LEAST_ROWS_A_PART = 16  # of a batch that is divided among threads
-CALLS_TRIED = 2  # of each way, at first
-TRIED_EVERY = 64  # batches, and so many times less often as it was slower
-LATEST = 0.3  # weight of the latest batch in a mean
 
 UNSOUND = (
     "the answer holds NaN or +inf. Check the model's weights and this row; to mask logits use -inf; check=False lets "
@@ -57,8 +50,7 @@ class LeavesForward:
     Leaves of floating point are computed in `dtype`; of a function they stay as they are. On a CPU a batch is padded to
     one of a few sizes with its first row (`forward_cpu.padded`). A module of torch.compile is given even fewer sizes
     (`forward_cuda.buckets_up_to`), since it is compiled for each. With `fixed_shape` every step is padded to exactly
-    `chunk_rows`, see `CpuForward`. `check`: refuse answers with NaN or +inf. `divides`: on a CPU, large batches are
-    divided among the threads that one forward may have.
+    `chunk_rows`, see `CpuForward`. `check`: refuse answers with NaN or +inf.
     """
 
     def __init__(
@@ -72,9 +64,7 @@ class LeavesForward:
         check: bool = True,
         whose: str = "",
         fixed_shape: bool = False,
-        divides: bool = False,
     ) -> None:
-        self._divided_calls = DividedCalls() if divides and device.type == "cpu" else None
         self._fixed_shape, self._few_sizes = fixed_shape, type(module).__name__ == "OptimizedModule"
         self._layout, self._device, self._check, self._whose = layout, device, check, whose
         self._plain = isinstance(module, FunctionModel)
@@ -101,11 +91,6 @@ class LeavesForward:
                     results[place] = BadResult(f"{self._whose}: {UNSOUND}")
                 at = end
         return results
-
-    def close(self) -> None:
-        """End threads of its own."""
-        if self._divided_calls is not None:
-            self._divided_calls.close()
 
     def answer_layout(self) -> AnswerLayout:
         """What the model answers to a row, found by trying it on two and three rows of ones. Raises `UsageError`."""
@@ -222,7 +207,7 @@ class LeavesForward:
             more = (most if self._fixed_shape else bucket_for(rows, buckets_up_to(most))) - rows
             leaves = [torch.cat([leaf[:rows], leaf[:1].expand(more, *leaf.shape[1:])]) for leaf in leaves]
         enter_station("forward")
-        answer = self._call(leaves) if self._divided_calls is None else self._divided_calls(self._call, leaves)
+        answer = self._call(leaves)
         if self._device.type == "cpu":
             enter_station("transfer")
         try:
@@ -268,82 +253,6 @@ class LeavesForward:
                     results.append(CheckedResult(rearranged(answer, own)))
                 at = end
         return results
-
-
-class CallTimes:
-    """What batches of one size took lately, whole and in parts, and which of the two comes next."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[bool, float] = {}  # in parts or not
-        self._left = 0  # batches before the slower way is tried again
-        self._number = 0
-
-    def is_divided(self) -> bool:
-        """Whether the next batch is computed in parts."""
-        self._number += 1
-        if self._number <= 2 * CALLS_TRIED:  # both, and the first of each is slower than later ones
-            return self._number > CALLS_TRIED
-        better = self._seconds[True] < self._seconds[False]
-        if self._left:
-            self._left -= 1
-            return better
-        self._left = int(TRIED_EVERY * self._seconds[not better] / self._seconds[better])
-        return not better
-
-    def took(self, divided: bool, seconds: float) -> None:
-        known = self._seconds.get(divided, seconds)
-        weight = 1.0 if self._number <= 2 * CALLS_TRIED else LATEST
-        self._seconds[divided] = known + weight * (seconds - known)
-
-
-class DividedCalls:
-    """Calls a model on whole batches, or on parts of one at once, each in a thread of its own: as it is faster.
-
-    OpenMP divides each operation of a whole batch among the threads of the calling one. They wait for one another after
-    each, which takes long where other programs hold a core. Parts have an operation each, and Python's lock between
-    them. A batch has as many parts as the calling thread has threads.
-    """
-
-    def __init__(self) -> None:
-        self._helpers: ThreadPoolExecutor | None = None
-        self._times: defaultdict[int, CallTimes] = defaultdict(CallTimes)  # of sizes that are within a factor of two
-
-    def __call__(self, call: Callable[[list[Tensor]], Any], leaves: list[Tensor]) -> Any:
-        """The answer to `leaves`, [rows, *shape]. Raises what the model raises, and `TypeError` for no tensors."""
-        threads, rows = torch.get_num_threads(), len(leaves[0])
-        parts = min(threads, rows // LEAST_ROWS_A_PART)
-        if parts < 2:
-            return call(leaves)
-        times = self._times[rows.bit_length()]
-        divided, began = times.is_divided(), time.perf_counter()
-        answer = self._in_parts(call, leaves, parts, threads) if divided else call(leaves)
-        times.took(divided, (time.perf_counter() - began) / rows)
-        return answer
-
-    def _in_parts(self, call: Callable[[list[Tensor]], Any], leaves: list[Tensor], parts: int, threads: int) -> Any:
-        if self._helpers is None:
-            self._helpers = ThreadPoolExecutor(threads - 1, thread_name_prefix="gpuinfer-part")
-        rows = len(leaves[0])
-        size, grads = -(-rows // parts), torch.is_grad_enabled()
-
-        def called(start: int) -> Any:
-            torch.set_num_threads(threads // parts)  # of the thread that calls this
-            with torch.set_grad_enabled(grads):
-                return call([leaf[start : start + size] for leaf in leaves])
-
-        others = [self._helpers.submit(called, start) for start in range(size, rows, size)]
-        try:
-            answers = [called(0)]
-        finally:
-            torch.set_num_threads(threads)
-            wait(others)  # they use the rows
-        answers += [other.result() for other in others]
-        columns = zip(*map(tensors_of, answers), strict=True)
-        return rearranged(answers[0], [torch.cat(column) for column in columns])
-
-    def close(self) -> None:
-        if self._helpers is not None:
-            self._helpers.shutdown(wait=False, cancel_futures=True)
 
 
 def leaves_in(request: Rows, layout: RowLayout) -> list[Tensor]:

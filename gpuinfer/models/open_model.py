@@ -32,7 +32,6 @@ from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.forward_leaves import LeavesForward
 from gpuinfer.models.forward_leaves_cuda import CudaLeavesForward
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
-from gpuinfer.models.model_object import FunctionModel
 from gpuinfer.models.networks import unpack
 from gpuinfer.models.out_of_memory import (
     LARGEST,
@@ -125,7 +124,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute)
         quick = device.type == "cpu" and not tuning.compile and waits_for_nothing(module)
         pin, seconds_of = partial(register, device=device), leaves.seconds_of if quick else None
-        return Opened(spec, limits, leaves, found, read_device, pin, leaves.close, seconds_of=seconds_of)
+        return Opened(spec, limits, leaves, found, read_device, pin, seconds_of=seconds_of)
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
         module = torch_compiled(module, spec, device, compute)
@@ -160,14 +159,6 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     )
 
 
-def divides(module: nn.Module, setup: Setup, tuning: ForwardTuning) -> bool:
-    """Whether a batch is computed in parts at once: not where one forward was asked for, or bits depend on the company;
-    nor by a function, which may be of any kind.
-    """
-    asked = tuning.threads or tuning.in_flight or tuning.compile or setup.deterministic
-    return not (asked or isinstance(module, FunctionModel))
-
-
 def waits_for_nothing(module: nn.Module) -> bool:
     """Whether it is made of torch's own modules alone, without hooks: what others do in their forward is not known."""
     return all(
@@ -192,7 +183,6 @@ def open_leaves(
         "check": spec.layout.check,
         "whose": f"model '{spec.name}'",
         "fixed_shape": setup.deterministic,
-        "divides": divides(module, setup, tuning),
     }
 
     def opened(module: nn.Module) -> LeavesForward:

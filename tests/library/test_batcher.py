@@ -871,35 +871,6 @@ def test_an_option_of_compiling_compiles(monkeypatch):
         pass
 
 
-class Concurrent(nn.Module):
-    """Doubles its rows slowly, and knows how many threads were inside at most."""
-
-    def __init__(self):
-        super().__init__()
-        self.lock, self.inside, self.most = threading.Lock(), 0, 0
-
-    def forward(self, rows):
-        with self.lock:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-        time.sleep(0.005)
-        with self.lock:
-            self.inside -= 1
-        return {"double": 2 * rows, "sum": rows.sum(1)}
-
-
-@pytest.mark.parametrize(("options", "most"), [({}, 2), ({"in_flight": 1}, 1), ({"threads": 2}, 1)])
-def test_a_large_batch_may_be_computed_in_parts_at_once(options, most, monkeypatch):
-    monkeypatch.setattr("gpuinfer.models.open_model.cores", lambda: 2)
-    model, rows = Concurrent(), torch.randn(70, 3)
-    with gpuinfer.Batcher(model, devices="cpu", example=rows[0], **options) as batcher:
-        for count in (70, 70, 70, 70, 70, 33, 33, 33, 33, 31, 1):  # whole, in parts, as is faster
-            found = batcher.predict_batch(rows[:count])
-            assert torch.equal(found["double"], 2 * rows[:count])
-            assert torch.allclose(found["sum"], rows[:count].sum(1))
-    assert model.most == most
-
-
 def forward_threads():
     return [one.name for one in threading.enumerate() if one.name.startswith("gpuinfer-forward")]
 
