@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.errors import BadPrompt, GpuinferError, UsageError, unwrap
+from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.library.llm_session import OpenedLLM
-from gpuinfer.library.text_scores import is_one_text, token_ids
+from gpuinfer.library.text_scores import generations_of, is_one_text, token_ids
 from gpuinfer.serving.embedding_endpoint import embedding_of, shortened
 
 Pooling = Literal["model", "mean", "last", "first"]
@@ -39,18 +38,8 @@ async def embeddings_of(
     opened: OpenedLLM, rows: Sequence[Prompt], dimensions: int | None, timeout: float | None, request: dict[str, Any]
 ) -> NDArray[np.float32]:
     """float32 [rows, dimensions], on the session's loop. Raises the first error, whose `index` is the text's place."""
-    requester = opened.requester(**request)
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(opened.ask(requester, row, timeout, None)) for row in rows]
-    except BaseExceptionGroup as errors:
-        raise unwrap(errors) from None
     vectors = []
-    for number, task in enumerate(tasks):
-        found = task.result()
-        if isinstance(found, GpuinferError):
-            found.args, found.index = (f"text {number}: {found}",), number
-            raise found
+    for found in await generations_of(opened, rows, timeout, request, "text"):
         vector = embedding_of(found)
         if dimensions is not None and not 1 <= dimensions <= len(vector):
             raise UsageError(f"dimensions={dimensions!r}: these embeddings have {len(vector)}. Give 1 to that.")

@@ -69,24 +69,34 @@ class ScoringPrompts:
         return whole, start
 
 
-async def scores_of(
-    opened: OpenedLLM, rows: Sequence[Prompt], timeout: float | None, request: dict[str, Any]
-) -> list[ContinuationScore]:
-    """On the session's loop. Raises the first error, whose `index` is the pair's place."""
+async def generations_of(
+    opened: OpenedLLM, rows: Sequence[Prompt], timeout: float | None, request: dict[str, Any], noun: str
+) -> list[Generation]:
+    """What the model made of each row, all asked at once, on the session's loop. Raises the first error, whose `index`
+    is the row's place; its message calls the row by `noun` and that.
+    """
     requester = opened.requester(**request)
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(opened.ask(requester, row, timeout, None)) for row in rows]
     except BaseExceptionGroup as errors:
         raise unwrap(errors) from None
-    scores = []
-    for number, (row, task) in enumerate(zip(rows, tasks, strict=True)):
+    generations = []
+    for number, task in enumerate(tasks):
         found = task.result()
         if isinstance(found, GpuinferError):
-            found.args, found.index = (f"continuation {number}: {found}",), number
+            found.args, found.index = (f"{noun} {number}: {found}",), number
             raise found
-        scores.append(score_of(row, found))
-    return scores
+        generations.append(found)
+    return generations
+
+
+async def scores_of(
+    opened: OpenedLLM, rows: Sequence[Prompt], timeout: float | None, request: dict[str, Any]
+) -> list[ContinuationScore]:
+    """On the session's loop. Raises the first error, whose `index` is the pair's place."""
+    found = await generations_of(opened, rows, timeout, request, "continuation")
+    return list(map(score_of, rows, found))
 
 
 def score_of(row: Prompt, found: Generation) -> ContinuationScore:
