@@ -193,5 +193,8 @@ class Checkpoint:
         own: bool = False,
         quantised: WeightFormat | None = None,
     ) -> Estimate:
-        """See `estimate_memory`. Loads nothing."""
-        return estimate_memory(self.layout, slots, pages, length, dtype, beside, own, quantised)
+        """See `estimate_memory`. `beside`: bytes of adapters, which count as weights; `own`: our own kernels compute;
+        `quantised`: what matrices are rounded to. Loads nothing.
+        """
+        weights = self.weight_bytes(dtype, quantised, own) + beside
+        return estimate_memory(self.shape, weights, slots, pages, length, dtype, own)

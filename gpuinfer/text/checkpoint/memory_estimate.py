@@ -53,22 +53,12 @@ class WorkingMemory:
 
 
 def estimate_memory(
-    layout: TensorLayout,
-    slots: int,
-    pages: int,
-    length: int,
-    dtype: torch.dtype,
-    beside: int = 0,
-    own: bool = False,
-    quantised: WeightFormat | None = None,
+    shape: Shape, weights_bytes: int, slots: int, pages: int, length: int, dtype: torch.dtype, own: bool = False
 ) -> Estimate:
-    """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most. `beside`: bytes of
-    adapters, which count as weights. `quantised`: what matrices are rounded to.
-    """
-    weights = model_weight_bytes(layout, dtype, quantised, own) + beside
-    cache = pages * page_bytes(layout.shape, dtype, own)
-    step = working(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
-    return Estimate(weights, cache, weights + cache + step.total)
+    """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most."""
+    cache = pages * page_bytes(shape, dtype, own)
+    step = working(shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
+    return Estimate(weights_bytes, cache, weights_bytes + cache + step.total)
 
 
 def model_weight_bytes(

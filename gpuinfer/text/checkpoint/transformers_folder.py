@@ -34,7 +34,6 @@ from gpuinfer.text.checkpoint.config_keys import (
     read_json,
     refuse_remote_code,
 )
-from gpuinfer.text.checkpoint.memory_estimate import STEP_TOKENS, Estimate, page_bytes, working
 from gpuinfer.text.checkpoint.model_family import Biases
 from gpuinfer.text.checkpoint.quantised_store import dequantising
 from gpuinfer.text.checkpoint.rotary_family import beginning_of, end_tokens_of
@@ -114,23 +113,6 @@ class TransformersCheckpoint(Checkpoint):
     def weight_bytes(self, dtype: torch.dtype, quantised: WeightFormat | None = None, own: bool = False) -> int:
         """See `Checkpoint.weight_bytes`. Nothing is quantised here."""
         return self.traced.values * dtype.itemsize
-
-    def estimate(
-        self,
-        slots: int,
-        pages: int,
-        length: int,
-        dtype: torch.dtype,
-        beside: int = 0,
-        own: bool = False,
-        quantised: WeightFormat | None = None,
-    ) -> Estimate:
-        """See `Checkpoint.estimate`."""
-        weights = self.weight_bytes(dtype) + beside
-        cache = pages * page_bytes(self.shape, dtype)
-        return Estimate(
-            weights, cache, weights + cache + working(self.shape, max(slots, STEP_TOKENS), slots, length, dtype).total
-        )
 
     def model(self, dtype: torch.dtype, folder: Path | None = None) -> Any:
         """Transformers' model on the CPU in `dtype`, with our attention in it, and the weights of `folder` instead of
