@@ -171,7 +171,8 @@ def served(folder: Path) -> Iterator[Served]:
 
 def _healthy(port: str) -> bool:
     try:
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False
 

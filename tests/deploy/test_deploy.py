@@ -126,7 +126,8 @@ def served(tmp_path) -> Iterator[Any]:
 
 def healthy(port: int) -> bool:
     try:
-        return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
     except OSError:
         return False
 
@@ -135,9 +136,11 @@ def healthy(port: int) -> bool:
 def test_each_command_starts_a_server_that_asks_for_its_keys_and_ends_when_asked(served, where):
     port = served(list(COMMANDS[where]()))
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
-    assert urllib.request.urlopen(asked, timeout=SECONDS).status == 200
-    with pytest.raises(urllib.error.HTTPError, match="401"):
+    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        assert answer.status == 200
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=SECONDS)
+    refused.value.close()
 
 
 def test_there_is_time_to_finish_requests_before_anything_is_killed():

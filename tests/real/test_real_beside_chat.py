@@ -8,7 +8,6 @@ import json
 
 import jsonschema
 import numpy as np
-import openai
 import pytest
 from serving.replica_servers import serving
 
@@ -34,7 +33,7 @@ def served(folder, tmp_path_factory):
     room = tmp_path_factory.mktemp("served")
     words = ("--model", folder, "--served-model-name", "smollm2", "--tool-format", "hermes", "-B", "slots=8")
     with serving(*words, folder=room) as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0), server
+        yield server.openai, server
 
 
 def test_embeddings_are_transformers_last_states(served, folder):

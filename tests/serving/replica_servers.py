@@ -12,10 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forking import Forked, own_environment
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 SECONDS = 120  # for a server to load its model on a machine that stalls, and for anything to come about
 
@@ -64,6 +68,13 @@ class Server:
         context = ssl.create_default_context(cafile=self.certificate)
         return http.client.HTTPSConnection(self.host, self.port, timeout=SECONDS, context=context)
 
+    @cached_property
+    def openai(self) -> OpenAI:
+        """OpenAI's own client. It is closed with the server."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=SECONDS, max_retries=0)
+
     def socket(self) -> socket.socket:
         """A connection for raw bytes."""
         connection = self.connect()
@@ -105,6 +116,8 @@ class Server:
         return self.process.wait(SECONDS)
 
     def kill(self) -> None:
+        if "openai" in vars(self):  # else its sockets are closed when the garbage collector comes, in any test
+            self.openai.close()
         self.process.kill()
         self.process.wait(SECONDS)
 

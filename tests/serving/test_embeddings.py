@@ -10,7 +10,6 @@ import threading
 from functools import cache
 
 import numpy as np
-import openai
 import pytest
 import torch
 from replica_servers import serving
@@ -51,10 +50,6 @@ def expected(folder, text, pooling):
     found = states(folder, text)
     vector = {"last": found[-1], "mean": found.mean(axis=0), "first": found[0]}[pooling]
     return vector / np.linalg.norm(vector)
-
-
-def client(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
@@ -104,7 +99,7 @@ def pooled(tmp_path_factory):
 
 
 def test_the_client_of_openai(pooled):
-    ask = client(pooled).embeddings.create
+    ask = pooled.openai.embeddings.create
     told = ask(model="model", input=TEXTS)  # which asks for base64
     assert [one.index for one in told.data] == list(range(len(TEXTS)))
     assert told.usage.total_tokens == told.usage.prompt_tokens == sum(len(states(pooled.folder, one)) for one in TEXTS)
@@ -195,7 +190,7 @@ def test_the_face_in_a_program_refuses(tmp_path):
 @pytest.mark.parametrize("words", [("--backend", "central")])
 def test_another_process_computes(words, tmp_path):
     with serving("--model", "tiny", "-B", "slots=4", *words, folder=tmp_path) as server:
-        there = client(server).embeddings.create(model="tiny", input=TEXTS)
+        there = server.openai.embeddings.create(model="tiny", input=TEXTS)
     with gpuinfer.LLM("tiny") as llm:
         here = llm.embed(TEXTS)
     assert np.array_equal(np.array([one.embedding for one in there.data], np.float32), here)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 from test_tools import ADD, described, servers  # noqa: F401  fixtures
 
@@ -19,8 +18,7 @@ CONVERSATION = [
 
 
 def ask(server, **more):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    return client.responses.create(**{"model": "hermes", "input": "Hi", "max_output_tokens": 60, **more})
+    return server.openai.responses.create(**{"model": "hermes", "input": "Hi", "max_output_tokens": 60, **more})
 
 
 def test_a_response_is_the_answer_of_the_chat(servers):  # noqa: F811

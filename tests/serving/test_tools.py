@@ -77,8 +77,9 @@ def described(tmp_path_factory):
 
 
 def chat(server, **more):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    return client.chat.completions.create(**{"messages": ASK, "tools": TOOLS, "max_tokens": 120, "seed": 1, **more})
+    return server.openai.chat.completions.create(
+        **{"messages": ASK, "tools": TOOLS, "max_tokens": 120, "seed": 1, **more}
+    )
 
 
 def joined(chunks):
