@@ -54,7 +54,9 @@ class Hub:
 
 @contextmanager
 def hub_server() -> Iterator[Hub]:
-    """A hub on a free port of this machine."""
+    """A hub on a free port of this machine. Its clients of this process are closed at the end."""
+    from huggingface_hub import close_session
+
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")
@@ -64,6 +66,7 @@ def hub_server() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        close_session()
         server.shutdown()
         server.server_close()
         thread.join(10)
