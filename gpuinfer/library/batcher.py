@@ -115,15 +115,15 @@ class Batcher(SessionFigures):
     `strategy`: when a batch is cut; a name, or `gpuinfer.Dynamic`, `Adaptive`, `ByPriority`. `backend`: "inprocess";
     "central" for a server process, which imports the model's class; or "fleet", with a model's name, or with None and
     `endpoint="http://host:8000"` of a server that runs. `devices`: "auto", "cpu", "cuda:1", "all", or a list. `dtype`:
-    what modules compute in; by default their own where that is float16 or bfloat16, else float32. Their answers are
-    float32. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end with
-    `pad_value`, to a few lengths) or "group" (with rows of the same shape only); to other processes "pad" alone, to the
-    length of the `example`. `queue`: when `max_queue_rows` are outstanding, a further row waits ("wait") or raises
-    `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. `roofline`: measure the bare model
-    first, for some seconds; the verdict then knows what larger batches would bring. Further keyword arguments are the
-    backend's options (`gpuinfer docs reference/plugins#backend-inprocess`), such as `max_rows=256` (of a batch) or
-    `threads=1`. On a CUDA device two threads run the model, each on its own stream; a model that changes itself while
-    it computes needs `in_flight=1`.
+    what modules compute in; by default their own where that is float16 or bfloat16 and the device has fast products of
+    it, else float32. Their answers are float32. `ragged`: how rows whose first dimensions differ share batches: "pad"
+    (filled up at their end with `pad_value`, to a few lengths) or "group" (with rows of the same shape only); to other
+    processes "pad" alone, to the length of the `example`. `queue`: when `max_queue_rows` are outstanding, a further row
+    waits ("wait") or raises `QueueFull` ("refuse"). `check`: an answer with NaN or +inf raises `BadResult`. `roofline`:
+    measure the bare model first, for some seconds; the verdict then knows what larger batches would bring. Further
+    keyword arguments are the backend's options (`gpuinfer docs reference/plugins#backend-inprocess`), such as
+    `max_rows=256` (of a batch) or `threads=1`. On a CUDA device two threads run the model, each on its own stream; a
+    model that changes itself while it computes needs `in_flight=1`.
 
     A row is read when its batch is computed: write to its memory only once its answer is there.
 

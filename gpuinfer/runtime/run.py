@@ -352,9 +352,10 @@ class _Execution:
             stream = self.workload.run(self.session)
             try:
                 async for progress in stream:
+                    clock_starts = self._clock_from is None and not progress.setup
                     if progress.setup and not self._at_work:
                         self._clock_from = None
-                    elif self._clock_from is None:  # at the first progress that is no setup
+                    elif clock_starts:
                         await self._measure()  # all is ready, and waits
                         await self.session.mark()
                         self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
@@ -363,6 +364,8 @@ class _Execution:
                     self._reports += 1
                     self.progress = progress
                     self.figures.add(progress)
+                    if clock_starts:  # else a short run would have no figures: they are of the time between two looks
+                        self.figures.look(self.update())
                     self.phase = progress.note or ("preparing" if progress.setup else "running")
             finally:  # end the workload's own contexts now, its worker processes above all, not at garbage collection
                 if (close := getattr(stream, "aclose", None)) is not None:

@@ -228,8 +228,9 @@ def test_a_tracker_that_fails_is_warned_of_once_and_left_out(how, said, tmp_path
     (tmp_path / "wandb" / "__init__.py").write_text(broken.replace("{good}", GOOD))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(tracking, "FINISH_S", 0.5 if "at the end" in said or "taken" in said else 20.0)
-    monkeypatch.setattr(tracking, "START_S", 1.0 if "start" in how or "init" in how else 20.0)
-    monkeypatch.setattr(tracking, "ANSWER_S", 1.0)
+    hangs = "within 1 s" in said
+    monkeypatch.setattr(tracking, "START_S", 1.0 if hangs and "init" in how else 60.0)
+    monkeypatch.setattr(tracking, "ANSWER_S", 1.0 if hangs else 60.0)
     places = []
     with Tracking(["wandb"], "selfplay", {"out": Path("games")}, places.append) as tracked:
         for step in range(3):
@@ -304,17 +305,13 @@ def test_figures_are_told_by_the_workloads_steps(monkeypatch):
     assert [step for step, _ in others] == sorted({step for step, _ in others})
     assert others[-1][0] == 400
     for _, figures in others:
-        assert {
-            "throughput/questions_per_s",
-            "throughput/games_per_min",
-            "batch/rows",
-            "queue/wait_mean_s",
-        } <= figures.keys()
+        assert {"throughput/questions_per_s", "throughput/games_per_min"} <= figures.keys()
         assert {"quiz/workers", "quiz/still"}.isdisjoint(figures)
-        assert figures["batch/rows"] == 1
+        assert figures.get("batch/rows", 1) == 1  # none where a batch ended before a look, and is told of after it
         assert math.isclose(sum(value for name, value in figures.items() if name.startswith("time/")), 1)
         assert figures["throughput/games_per_min"] == pytest.approx(30 * figures["throughput/questions_per_s"])
     assert others[-1][1]["quiz/so far"] == 400
+    assert any({"batch/rows", "queue/wait_mean_s"} <= figures.keys() for _, figures in others)
 
 
 def test_a_function_that_raises_is_called_no_more(caplog):
