@@ -63,4 +63,9 @@ class ModelLanguage:
         alone, whole = self.tokens_of(Prompt(text=before), Prompt(text=before + after))
         pairs = enumerate(zip(alone, whole, strict=False))
         start = next((place for place, (one, other) in pairs if one != other), min(len(alone), len(whole)))
+        if before and not start:
+            raise BadPrompt(
+                "one token spans the end of the first text and the beginning of the second, so that none comes before "
+                "the second. Begin it with a space, or write more in the first."
+            )
         return whole, start

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 from replica_servers import serving
+from text.test_generator_models import opened as open_generator
 from text.tiny import copy_of, tiny_checkpoint
+from text.toy import add
 
 import gpuinfer
 from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import Prompt, Sampling
 
 TEXTS = ["A river in France.", "Zürich", "def batch(rows):\n    return rows", "x " * 90]
 MODULES = [
@@ -86,6 +89,23 @@ def test_answers_and_embeddings_at_once_are_as_each_alone():
         assert [one.texts for one in llm.generate(TEXTS, **options)] == alone
         asking.join(60)
         assert np.array_equal(found["vectors"], vectors)
+
+
+def test_a_short_text_does_not_wait_for_a_long_one():
+    """It goes in the next step, and of several long ones the first gets half of each step."""
+    generator = open_generator(tiny_checkpoint("llama"), slots=2, step_tokens=32)
+    lengths = (200, 180, 170, 5)
+    add(generator, *(Prompt(tokens=(7,) * n, sampling=Sampling(max_tokens=0), embed="mean") for n in lengths))
+    order, steps = [], []
+    while generator.busy:
+        stepped = generator.step()
+        steps.append(stepped.tokens)
+        order += [(ticket, len(steps)) for ticket, _ in stepped.finished]
+    generator.close()
+    assert order[0] == (3, 1)
+    assert [ticket for ticket, _ in order[1:]] == [0, 2, 1]
+    assert max(steps) == 32
+    assert len(steps) == -(-sum(lengths) // 32)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from text.tiny import tiny_checkpoint
 
 import gpuinfer
+from gpuinfer.errors import BadPrompt
 
 DOCUMENTS = ["The Seine flows through Paris.", {"text": "Rust is red.", "title": "passed over"}, "Wide, grey, calm."]
 
@@ -65,3 +67,10 @@ def test_refusals(tiny, path, body, param, says):
     assert answer.status == 400
     assert says in answer.error["message"]
     assert answer.error["param"] == param
+
+
+def test_texts_whose_letters_become_one_token_are_refused_with_the_cure():
+    with gpuinfer.LLM(tiny_checkpoint("gpt2")) as llm:
+        with pytest.raises(BadPrompt, match="one token spans .* Begin it with a space"):
+            llm.score("e", "r")
+        assert llm.score("e", " r")[0].tokens

@@ -51,7 +51,7 @@ class EmbeddedStep:
 
 
 class EmbeddingQueue:
-    """Prompts whose embeddings are wanted, in order of arrival. All calls come from the thread that steps."""
+    """Prompts whose embeddings are wanted. All calls come from the thread that steps."""
 
     def __init__(self, decoder: Decoder, pages: RowPages, step_tokens: int, pooling: str) -> None:
         """`pooling`: of prompts that leave it to the model."""
@@ -114,21 +114,39 @@ class EmbeddingQueue:
         return EmbeddedStep(finished, len(chosen), len(step.tokens))
 
     def _chosen(self) -> list[tuple[_Pending, int]]:
-        """Who takes part, with how many tokens each; those that begin now get all of their pages."""
-        left, chosen = self._step_tokens, list[tuple[_Pending, int]]()
-        for one in self._waiting.values():
-            if not left or len(chosen) == (1 if self._careful else self._decoder.slots):
+        """Who takes part, with how many tokens each; those that begin now get all of their pages.
+
+        Half of a step is kept for the oldest prompt, so that it comes to its end. The rest goes to those with the fewest
+        tokens left: a short text does not wait for long ones that came before it.
+        """
+        oldest, *others = self._waiting.values()
+        if self._careful:
+            others = []
+        chosen, kept = list[tuple[_Pending, int]](), 0
+        if self._has_pages(oldest):
+            kept = min(self._left_of(oldest), -(-self._step_tokens // 2))
+            chosen.append((oldest, kept))
+        room = self._step_tokens - kept
+        for one in sorted(others, key=self._left_of):
+            if not room or len(chosen) == self._decoder.slots:
                 break
-            tokens = len(one.work.prepared.tokens)
-            if not one.pages:
-                wanted = pages_for(tokens)
-                if wanted > self._pages.available:
-                    continue
-                one.pages = self._pages.take(wanted)
-            count = min(left, tokens - one.done)
-            chosen.append((one, count))
-            left -= count
+            if self._has_pages(one):
+                chosen.append((one, min(room, self._left_of(one))))
+                room -= chosen[-1][1]
+        if kept:
+            chosen[0] = (oldest, min(self._left_of(oldest), kept + room))
         return chosen
+
+    def _left_of(self, one: _Pending) -> int:
+        """How many of its tokens are still to be computed."""
+        return len(one.work.prepared.tokens) - one.done
+
+    def _has_pages(self, one: _Pending) -> bool:
+        """Whether it has its pages, now if not before."""
+        wanted = pages_for(len(one.work.prepared.tokens))
+        if not one.pages and wanted <= self._pages.available:
+            one.pages = self._pages.take(wanted)
+        return bool(one.pages)
 
     def _pool(self, one: _Pending, states: NDArray[np.float32]) -> None:
         """Token after token, so that it does not matter how they are shared out among steps."""
