@@ -71,6 +71,6 @@ def test_refusals(tiny, path, body, param, says):
 
 def test_texts_whose_letters_become_one_token_are_refused_with_the_cure():
     with gpuinfer.LLM(tiny_checkpoint("gpt2")) as llm:
-        with pytest.raises(BadPrompt, match="one token spans .* Begin it with a space"):
+        with pytest.raises(BadPrompt, match=r"one token spans .* Begin it with a space"):
             llm.score("e", "r")
         assert llm.score("e", " r")[0].tokens

@@ -116,8 +116,8 @@ class EmbeddingQueue:
     def _chosen(self) -> list[tuple[_Pending, int]]:
         """Who takes part, with how many tokens each; those that begin now get all of their pages.
 
-        Half of a step is kept for the oldest prompt, so that it comes to its end. The rest goes to those with the fewest
-        tokens left: a short text does not wait for long ones that came before it.
+        Half of a step is kept for the oldest prompt, so that it comes to its end. The rest goes to those with the
+        fewest tokens left: a short text does not wait for long ones that came before it.
         """
         oldest, *others = self._waiting.values()
         if self._careful:
