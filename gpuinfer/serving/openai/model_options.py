@@ -111,7 +111,9 @@ class ModelOptions(api.Options):
         "of the extra models, or tiny, tiny-llada or null, which are built in",
         json_schema_extra={"names": [*TEXT_MODELS]},
     )
-    download: bool = Field(False, description="fetch a model of the Hugging Face hub that its cache has not")
+    download: bool = Field(
+        False, description="fetch a model of the Hugging Face hub, or of a package, that is not here"
+    )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
@@ -218,11 +220,15 @@ def prepare_model(name: str, download: bool, code: bool = False) -> None:
 
     Raises `UsageError` and `WorkError` as `hub_download.download_model` does.
     """
-    if name in TEXT_MODELS:
+    if name in TEXT_MODELS and name not in PACKAGED:
         return
     if _is_path(name):
         if hub_cache.hub_model_of(name) is not None and (download or hub_cache.cached_model(name) is not None):
             _say_folder_taken(name)
+    elif download and name in PACKAGED:
+        from gpuinfer.text.packaged_download import download_packaged
+
+        download_packaged(name)
     elif download:
         from gpuinfer.text.hub_download import download_model
 

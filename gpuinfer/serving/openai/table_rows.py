@@ -7,8 +7,10 @@ metadata, and so into its answer.
 from __future__ import annotations
 
 import csv
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +26,24 @@ if TYPE_CHECKING:
     import pyarrow
 
 FIELD_COLUMNS = frozenset((*SamplingFields.__struct_fields__, "adapter"))
+AMBIGUOUS = FIELD_COLUMNS & {
+    "n",
+    "seed",
+    "stop",
+    "steps",
+    "cache",
+    "threshold",
+    "decoder",
+    "tools",
+    "adapter",
+    "truncate",
+}
 BLOCK_ROWS = 256
 STREAM_BYTES = 1 << 20  # of a column of a row group, read at once
 SHOWN_COLUMNS = 20
 SHOWN_TYPE = 60  # characters
+
+log = logging.getLogger(__name__)
 
 
 class TableColumns:
@@ -45,6 +61,11 @@ class TableColumns:
         self._is_chat = self.prompt.lower() in CHAT_COLUMNS
         self._id = next((name for name in names if name.lower() == "id" and name != self.prompt), None)
         self.fields = [name for name in names if name in FIELD_COLUMNS and name != self.prompt]
+
+    def tell_fields(self) -> None:
+        """Say once which columns are fields of the rows for their name alone, where it is an ordinary word."""
+        if told := tuple(name for name in self.fields if name in AMBIGUOUS):
+            _say_fields(self.where, told)
 
     def _column_of_prompts(self, wanted: str | None) -> str:
         there = [name for name in self.names if name]
@@ -100,6 +121,22 @@ class TableColumns:
             is_chat = bool(value) and isinstance(value[0], dict)
             return {"messages": _given_parts(value)} if is_chat else {"prompt_token_ids": value}
         return {"prompt": value}
+
+
+@cache
+def _say_fields(where: str, fields: tuple[str, ...]) -> None:
+    names, many = ", ".join(fields), len(fields) > 1
+    log.warning(
+        "%s: the column%s %s set%s that field of each row. Rename %s (to my_%s) where %s mere data: others go into the "
+        "answers' metadata.",
+        where,
+        "s" if many else "",
+        names,
+        "" if many else "s",
+        "them" if many else "it",
+        fields[0],
+        "they are" if many else "it is",
+    )
 
 
 def _value_in(text: Any) -> Any:
@@ -196,6 +233,7 @@ def csv_blocks(chunks: Iterator[bytes], where: str, delimiter: str, wanted: str 
         else:
             if columns is None and cells:
                 columns = TableColumns([cell.strip() for cell in cells], where, wanted)
+                columns.tell_fields()
             elif columns is not None and cells:
                 block.append((begun, _row_of_cells(columns, cells)))
         if block and (len(block) >= BLOCK_ROWS or lines.is_dry):
@@ -252,6 +290,7 @@ def parquet_blocks(path: Path, where: str, wanted: str | None = None) -> Iterato
     number = 0
     with _opened_parquet(path, where) as file:
         columns = _prompt_columns(file.schema_arrow, where, wanted)
+        columns.tell_fields()
         try:
             for batch in file.iter_batches(BLOCK_ROWS, columns=list(columns.names)):
                 values = [batch.column(name).to_pylist() for name in columns.names]

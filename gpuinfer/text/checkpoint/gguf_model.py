@@ -118,7 +118,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     }
     for key in ("bos", "eos"):
         config[f"{key}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if scaling := _rope_scaling(fields):
+    if scaling := rope_scaling_of(fields):
         config["rope_scaling"] = scaling
     if family == "qwen2":
         config["use_sliding_window"] = False
@@ -135,7 +135,8 @@ def refuse_unknown_metadata(fields: GgufFields, known: Collection[str]) -> None:
         raise elsewhere(f"{fields.where} has {shown}: it may change what the model computes")
 
 
-def _rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
+def rope_scaling_of(fields: GgufFields) -> dict[str, Any] | None:
+    """Positions that are scaled, as config.json says it. Raises `UsageError` for a kind that is not read."""
     kind = fields.text("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -196,9 +197,8 @@ class GgufStore:
         place, heads = self._places[name], self._heads(name)
         stored = torch.empty_like(into) if heads else into
         fill_dequantised(place, stored.view(-1, stored.shape[-1]), self._file.path)
-        if heads:  # of each head, the two rows that turn together follow one another
-            half = stored.shape[0] // heads // 2
-            into.copy_(stored.view(heads, half, 2, -1).swapaxes(1, 2).reshape(into.shape))
+        if heads:
+            into.copy_(halves_together(stored, heads))
 
     def _heads(self, name: str) -> int:
         """Of queries and keys whose rows are stored in another order; else 0."""
@@ -219,6 +219,14 @@ class GgufStore:
 
         kept = len(names) == len(self._places) and len(self._file.paths) == 1
         return cached_digests(self._file.path, names, compute) if kept else compute()
+
+
+def halves_together(stored: Tensor, heads: int) -> Tensor:
+    """Queries or keys as a Hugging Face folder has them, of rows in which the two of a head that turn together follow
+    one another.
+    """
+    half = stored.shape[0] // heads // 2
+    return stored.view(heads, half, 2, -1).swapaxes(1, 2).reshape(stored.shape)
 
 
 def fill_dequantised(place: GgufTensor, into: Tensor, path: Path) -> None:

@@ -67,28 +67,34 @@ def _open(spec: ModelSpec, hints: MaskHints, decoder: DecoderChoice) -> Checkpoi
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file" and path.suffix == ".gguf":
-        return _open_gguf([path], spec.name)
+        return _open_gguf([path], spec.name, decoder)
     if kind == "file":
         raise UsageError(f"{path} is a file. Give the folder that it lies in, with its config.json and tokenizer.")
     if spec.name in PACKAGED:
-        return _open_gguf(packaged_files(spec.name), spec.name)
+        return _open_gguf(packaged_files(spec.name), spec.name, decoder)
     if spec.name in BUILT_IN:
         return open_builtin(spec.name)
     raise no_such_model(spec.name, path, [*BUILT_IN, *PACKAGED])
 
 
-def _open_gguf(paths: Sequence[Path], name: str) -> Checkpoint:
-    file = open_gguf_file(paths)
-    return open_gguf(file, name) if is_native_gguf(file) else open_gguf_with_transformers(file, name)
+def _open_gguf(paths: Sequence[Path], name: str, decoder: DecoderChoice) -> Checkpoint:
+    native = is_native_gguf(file := open_gguf_file(paths))
+    if decoder == "native" and not native:
+        raise _no_native(file.architecture)
+    return open_gguf(file, name) if native and decoder != "transformers" else open_gguf_with_transformers(file, name)
+
+
+def _no_native(kind: str) -> UsageError:
+    return UsageError(
+        f"no decoder of ours is for models of type '{kind[:40]}' ({', '.join(FAMILIES)} run in ours). Leave -B "
+        "decoder=native out: transformers' own code computes the others."
+    )
 
 
 def _open_here(folder: Path, name: str, hints: MaskHints, decoder: DecoderChoice) -> Checkpoint:
     native = is_native(config := read_config(folder))
     if decoder == "native" and not native:
-        raise UsageError(
-            f"no decoder of ours is for models of type '{str(config.get('model_type'))[:40]}' ({', '.join(FAMILIES)} "
-            "run in ours). Leave -B decoder=native out: transformers' own code computes the others."
-        )
+        raise _no_native(str(config.get("model_type")))
     if native and decoder != "transformers":
         return open_folder(folder, name, hints)
     return open_with_transformers(folder, name)

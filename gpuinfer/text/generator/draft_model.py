@@ -58,6 +58,20 @@ def open_draft(
     return decoder, open_language(checkpoint.language, checkpoint.shape)
 
 
+def draft_memory(
+    name: str, tuning: TorchModelOptions, device: torch.device, dtype: torch.dtype, length: int
+) -> tuple[int, int]:
+    """Bytes of the weights and of the cache of the draft that `open_draft` opens. Raises `UsageError`."""
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.checkpoint.memory_estimate import SPARE_PAGES, page_bytes, row_pages
+    from gpuinfer.text.decoder import own_kernels
+
+    checkpoint = open_checkpoint(ModelSpec(name=name, kind="text"))
+    own = own_kernels(checkpoint.shape, dtype, device, tuning.compile)
+    pages = FULL_ROWS * row_pages(min(length, checkpoint.shape.positions)) + (0 if own else SPARE_PAGES)
+    return checkpoint.weight_bytes(dtype, None, own), pages * page_bytes(checkpoint.shape, dtype, own)
+
+
 def refuse_other_vocabulary(name: str, draft: Language, own: Language, model: str) -> None:
     """Raises `UsageError` where the same number is another token for the draft than for the model."""
     number = draft.first_difference(own)

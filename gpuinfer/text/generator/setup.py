@@ -22,7 +22,7 @@ from gpuinfer.models.out_of_memory import keep_freed_memory
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.memory_estimate import refuse_short
 from gpuinfer.text.generator.adapter_versions import check_name
-from gpuinfer.text.generator.draft_model import DraftModel, open_draft, refuse_other_vocabulary
+from gpuinfer.text.generator.draft_model import DraftModel, draft_memory, open_draft, refuse_other_vocabulary
 from gpuinfer.text.generator.embedding_queue import pooling_of
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
@@ -150,6 +150,9 @@ def open_generator(
         spoken = language.result()
     if draft is not None and wanted.draft is not None:
         refuse_other_vocabulary(wanted.draft, draft[1], spoken, checkpoint.name)
+    draft_bytes = 0
+    if wanted.draft is not None:
+        draft_bytes = sum(draft_memory(wanted.draft, wanted, device, dtype, length))
     measured = sizing.measured_bytes  # of cache and step at the peak, where it was tried
     common: dict[str, Any] = {
         "seed": setup.seed,
@@ -175,11 +178,12 @@ def open_generator(
             "threads": threads,
             "speculate": wanted.speculation,
             "draft": wanted.draft,
+            "draft_bytes": draft_bytes,
             "estimated_weights_bytes": estimate.weights_bytes,
             "estimated_cache_bytes": sizing.cache_bytes,
-            "estimated_bytes": estimate.weights_bytes + sizing.estimated_bytes,
+            "estimated_bytes": estimate.weights_bytes + draft_bytes + sizing.estimated_bytes,
             "cache_bytes": decoder.cache_bytes(),
-            "measured_bytes": None if measured is None else estimate.weights_bytes + measured,
+            "measured_bytes": None if measured is None else estimate.weights_bytes + draft_bytes + measured,
             **(decoder.in_force if isinstance(decoder, StagedDecoder) else {}),
         },
     }
