@@ -31,11 +31,11 @@ def recommended_sampling(checkpoint: Checkpoint) -> dict[str, float]:
             return {}
         if given.get("do_sample") is False:
             return {"temperature": 0.0}
-    found = {name: value for name, most in MOST.items() if _fits(value := given.get(name), most)}
+    found = {name: float(given[name]) for name, most in MOST.items() if _fits(given.get(name), most)}
     packaged = PACKAGED.get(checkpoint.name)
     if not found and packaged is not None and packaged.temperature is not None and file is not None:
         found["temperature"] = packaged.temperature
-    return {name: int(value) if name == "top_k" else float(value) for name, value in found.items()}
+    return {name: int(value) if name == "top_k" else value for name, value in found.items()}
 
 
 def _fits(value: Any, most: float) -> bool:
