@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,3 +219,11 @@ def test_no_network_an_ailing_hub_and_offline_mode_are_told_apart(gpuinfer, hub,
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, message = refusal(gpuinfer, NAME, "--download")
     assert (code, "HF_HUB_OFFLINE forbids to fetch it. Unset it" in message) == (1, True)
+
+
+def test_a_fresh_process_knows_the_hub_s_own_address():
+    """The hub's package loads its modules when they are used: what another test has imported must not help."""
+    words = "from gpuinfer.text.hub_download import hub_address; print(hub_address())"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    told = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, text=True, check=False)
+    assert told.stdout.startswith("https://"), told.stderr

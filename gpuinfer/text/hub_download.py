@@ -42,7 +42,7 @@ def download_model(name: str, code: bool = False) -> None:
         )
     import huggingface_hub
 
-    hub = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
+    hub = hub_address()
     try:
         info = huggingface_hub.HfApi(endpoint=hub).model_info(
             model.repository, revision=model.revision, timeout=ASK_S, files_metadata=True
@@ -63,6 +63,13 @@ def download_model(name: str, code: bool = False) -> None:
         snapshot = snapshot_of(model)
         lacks = ", ".join(snapshot.lacks[:3]) if snapshot is not None else "all of it"
         raise WorkError(f"'{model.name}' is not whole: it lacks {lacks}. Run it again; what came is kept.")
+
+
+def hub_address() -> str:
+    """Where the hub is asked."""
+    from huggingface_hub import constants  # which the package itself imports only when it is used
+
+    return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
 
 
 def offline() -> bool:
