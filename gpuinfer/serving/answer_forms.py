@@ -21,6 +21,7 @@ from gpuinfer.serving.openai.tool_formats import (
     TOOL_FORMATS,
     ToolFormat,
     detected_format,
+    parameters_of,
     tools_grammar,
     tools_in_words,
     written_calls,
@@ -29,7 +30,7 @@ from gpuinfer.serving.openai.tool_schemas import ToolChoice, check_tool_grammars
 
 log = logging.getLogger(__name__)
 
-ToolFormatName = Literal["auto", "hermes", "llama3", "mistral"]
+ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "mistral-ids", "qwen3-coder", "glm4"]
 Reasoning = Literal["auto", "none"]
 MOST_CHARACTERS = 64 << 10  # of all tools' schemas: what one grammar may have
 PROBE = ({"role": "user", "content": "probe"},)
@@ -72,16 +73,17 @@ class AnswerForms:
     def _planned(self, prompt: Prompt, choice: Any, parallel: Any, salt: str) -> tuple[Prompt, AnswerForm | None]:
         tools = prompt.rendering.tools
         chosen = chosen_tools(tools, choice, parallel)
-        form = None
+        form, parameters = None, {}
         if tools and chosen is None:  # nothing may be called: the model does not hear of it
             prompt = _rendered(prompt, None)
         thinks = self._thinks(prompt) if self._may_think else None
         if chosen is not None:
             form = self._format()
+            parameters = parameters_of(form, chosen)
             prompt = self._constrained(self._told(prompt, form), form, chosen, thinks)
         if form is None and thinks is None:
             return prompt, None
-        return prompt, AnswerForm(form, thinks, salt)
+        return prompt, AnswerForm(form, thinks, salt, parameters)
 
     def _thinks(self, prompt: Prompt) -> str | None:
         """Whether the answer begins in a thought ("inside"), may open one, or has none before it."""
@@ -144,9 +146,10 @@ class AnswerForms:
             if schema is None or not form.begin:
                 why = "another form of the answer is asked for beside `tools`. Keep one of them"
                 raise BadRequest(f'{why}, or say "tool_choice": "none".', "tools")
-        token = self._language().special_token(form.begin) if form.special else None
+        found = {mark: self._language().special_token(mark) for mark in form.special}
+        special = {mark: token for mark, token in found.items() if token is not None}
         try:
-            grammar = tools_grammar(form, chosen, begin_token=token, answer_schema=schema, thinks=thinks)
+            grammar = tools_grammar(form, chosen, special=special, answer_schema=schema, thinks=thinks)
         except RecursionError:
             raise BadRequest("the schemas of `tools` are nested too deep. Make them flatter.", "tools") from None
         if len(grammar) > MOST_CHARACTERS:
@@ -154,7 +157,7 @@ class AnswerForms:
             raise BadRequest(f"{what}. Shorten them, or leave tools out.", "tools")
         check_tool_grammars(chosen.tools)
         sampling = msgspec.structs.replace(prompt.sampling, constraint=Constraint(grammar=grammar))
-        if token is not None:  # what begins calls is then no part of the text, unless special tokens are
+        if special:  # what begins calls is then no part of the text, unless special tokens are
             sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
         return msgspec.structs.replace(prompt, sampling=sampling)
 

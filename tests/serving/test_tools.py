@@ -47,6 +47,10 @@ TEMPLATES = {
     "thinking": PLAIN + "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}<think></think>{% else %}<think>\n"
     "{% endif %}{% endif %}",
+    "mistral-args": PLAIN + "{% if tools %}[TOOL_CALLS][ARGS] {{ tools | tojson }}{% endif %}",
+    "mistral-ids": PLAIN + "{% if tools %}[TOOL_CALLS][CALL_ID][ARGS] {{ tools | tojson }}{% endif %}",
+    "qwen3-coder": PLAIN + "{% if tools %}<tool_call><function=<parameter={{ tools | tojson }}{% endif %}",
+    "glm4": PLAIN + "{% if tools %}<tool_call><arg_key>{{ tools | tojson }}{% endif %}",
     "unknown": PLAIN + "{% if tools %}<function={{ tools | tojson }}{% endif %}",
 }
 
@@ -59,9 +63,10 @@ def servers(tmp_path_factory):
     for name, template in TEMPLATES.items():
         folder = copy_of(tiny_checkpoint("llama", max_position_embeddings=1024), room / name)
         (folder / "chat_template.jinja").write_text(template)
-        if name == "mistral":  # in whose vocabularies it is a special token
+        if name.startswith("mistral"):  # in whose vocabularies these are special tokens
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 renamed = (folder / file).read_text().replace("<|im_start|>", "[TOOL_CALLS]")
+                renamed = renamed.replace("<|endoftext|>", "[ARGS]") if name != "mistral" else renamed
                 (folder / file).write_text(renamed)
         named.append(f"{name}={folder}")
     words = ("--model", ",".join(named), "-B", "slots=4", "--behind-router")
@@ -98,7 +103,7 @@ def joined(chunks):
     return content, reasoning, calls, finish
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("family", TOOL_FORMATS)
 def test_calls_parse_and_follow_their_schemas_whole_and_streamed(servers, family):
     seen = set()
     for seed in range(4):
@@ -118,12 +123,12 @@ def test_calls_parse_and_follow_their_schemas_whole_and_streamed(servers, family
         if not asked["parallel_tool_calls"] or family == "llama3":
             assert len(said.tool_calls) == 1
             assert whole.finish_reason == "tool_calls"
-        if family == "mistral":  # whose templates want such
+        if family.startswith("mistral"):  # whose templates want such
             assert all(len(one.id) == 9 and one.id.isalnum() for one in said.tool_calls)
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize("family", TOOL_FORMATS)
 def test_a_named_function_is_called_and_no_other(servers, family):
     named = {"type": "function", "function": {"name": "add"}}
     (choice,) = chat(servers, model=family, tool_choice=named).choices

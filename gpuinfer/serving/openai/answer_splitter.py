@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gpuinfer.serving.openai.tool_formats import ToolFormat
+from gpuinfer.serving.openai.tool_formats import ArgumentTags, ToolFormat
+from gpuinfer.serving.openai.tool_parameters import ANY_VALUE, ToolParameters, ValueForm, value_as_json
 
 THINK, THOUGHT = "<think>", "</think>"
 _HEAD = re.compile(
@@ -15,6 +17,8 @@ _HEAD = re.compile(
 )
 _BEGINNINGS = ('{"name":', '{"type":"function","name":')  # of a call that is known by its JSON alone
 _BEGINS = re.compile(r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
+_NAME = re.compile(r"\s*([\w.-]{1,64})\s*")  # of a tool whose call is no JSON
+_CUT_HEAD = re.compile(r"\s*[\w.-]{0,64}\s*(\[.*)?", re.S)
 LONGEST_HEAD = 512  # characters before a call's arguments, at most
 _SIGNS = re.compile(r'["\\{}\[\]]')
 
@@ -44,11 +48,14 @@ class AnswerSplitter:
     """Of one answer. What its deltas come to depends on the text alone, not on how it is fed.
 
     `form`: how calls are written; None: there are none. `thinks`: "opens": the answer may begin with <think>; "inside":
-    it begins in the midst of a thought; None: nothing is thought.
+    it begins in the midst of a thought; None: nothing is thought. `parameters`: of tools whose arguments are written
+    between tags.
     """
 
-    def __init__(self, form: ToolFormat | None, thinks: str | None) -> None:
-        self._form, self._thinks = form, thinks
+    def __init__(
+        self, form: ToolFormat | None, thinks: str | None, parameters: Mapping[str, ToolParameters] | None = None
+    ) -> None:
+        self._form, self._parameters = form, parameters or {}
         self._state = {"inside": self._reasoning, "opens": self._opening}.get(thinks or "", self._start)
         self._held = ""  # not given out yet
         self._fresh = True  # nothing of the present section has been given out: white space before it is dropped
@@ -56,6 +63,9 @@ class AnswerSplitter:
         self.calls = 0  # begun
         self._raw = ""  # of a call whose name is not known yet
         self._depth, self._in_string, self._escaped = 0, False, False
+        self._called: ToolParameters | None = None  # the arguments of the present call, where they are tagged
+        self._value: ValueForm = ANY_VALUE  # the form of the present one of them
+        self._given = 0  # arguments of the present call so far
 
     def feed(self, text: str) -> AnswerDelta:
         """What is certain now."""
@@ -136,25 +146,138 @@ class AnswerSplitter:
 
     def _head(self, delta: AnswerDelta, over: bool) -> bool:
         """Up to a call's arguments."""
-        opening = self._form.opening.strip() if self._form is not None else ""
+        form = self._form
+        opening = form.opening.strip() if form is not None else ""
         held = self._held.lstrip()
         if opening and held.startswith(opening) and not self._raw:
             held = held[len(opening) :]
-        found = _HEAD.match(held)
-        if found is None or found.end() == len(held):
-            if over and held[:1] in ("", "{"):  # cut short before it says which
+        found = self._head_in(held)
+        if found is None:
+            plain = form is None or (form.tags is None and not form.mark)
+            cut = held[:1] in ("", "{") if plain else opening.startswith(held) or _CUT_HEAD.fullmatch(held) is not None
+            if over and cut:  # short before it says which
                 self._held = ""
                 return False
             if over or len(held) > LONGEST_HEAD:  # no call: given out as it is
-                begin = self._form.begin if self._form is not None else ""
-                self._held, self._state, self._form = begin + self._held, self._content, None
+                self._held = (form.begin if form is not None else "") + self._held
+                self._state, self._form = self._content, None
                 return True
             return False
-        delta.calls.append(CallPart(self.calls, _unescaped(found[1])))
+        name, end = found
+        delta.calls.append(CallPart(self.calls, name))
         self.calls += 1
-        self._held, self._state = held[found.end() :], self._arguments
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self._held = held[end:]
+        if form is not None and form.tags is not None:
+            self._called, self._given, self._state = self._parameters.get(name), 0, self._argument
+            self._add(delta, "{")
+        else:
+            self._state = self._arguments
+            self._depth, self._in_string, self._escaped = 0, False, False
         return True
+
+    def _head_in(self, held: str) -> tuple[str, int] | None:
+        """The name of the tool, and where the arguments begin; None as long as that is not certain."""
+        form = self._form
+        if form is None or (form.tags is None and not form.mark):
+            found = _HEAD.match(held)
+            return None if found is None or found.end() == len(held) else (_unescaped(found[1]), found.end())
+        name = _NAME.match(held)
+        if name is None or name.end() == len(held):
+            return None
+        at = name.end()
+        if form.tags is not None:
+            ending = form.tags.name_end.strip()
+            return (name[1], at + len(ending)) if held.startswith(ending or "<", at) else None
+        if held.startswith("[CALL_ID]", at):  # the ids of calls are ours
+            id = _NAME.match(held, at + len("[CALL_ID]"))
+            at = at if id is None else id.end()
+        place = held.find("{", at)
+        return (name[1], place) if place >= 0 and held[at:place].strip() == form.mark else None
+
+    def _add(self, delta: AnswerDelta, arguments: str) -> None:
+        """Something of the last call's arguments."""
+        if delta.calls and delta.calls[-1].index == self.calls - 1:
+            delta.calls[-1].arguments += arguments
+        elif arguments:
+            delta.calls.append(CallPart(self.calls - 1, None, arguments))
+
+    def _argument(self, delta: AnswerDelta, over: bool) -> bool:
+        """Between tagged arguments: the next one's name, or the end of the call."""
+        held, tags = self._held.lstrip(), self._tags
+        if held.startswith(tags.begin):
+            middle = tags.middle.split("\n")  # of which the line breaks may be left out
+            at, name = len(tags.begin), None
+            for number, piece in enumerate(middle):
+                end = held.find(piece, at)
+                if end < 0 or (number and held[at:end].strip()):
+                    break
+                name = held[at:end] if name is None else name
+                at = end + len(piece)
+            else:
+                if not middle[-1] and at == len(held) and not over:
+                    return False  # whether a line break follows
+                self._held = held[at:].removeprefix("\n") if not middle[-1] else held[at:]
+                self._begin_value(delta, (name or "").strip())
+                return True
+            self._held = "" if over else self._held
+            return False
+        begun = any(mark.startswith(held) and mark != held for mark in (tags.begin, tags.close) if mark)
+        if begun:  # perhaps cut short
+            self._held = "" if over else self._held
+            return False
+        self._add(delta, "}")
+        self._held, self._state = held.removeprefix(tags.close), self._tail
+        return True
+
+    @property
+    def _tags(self) -> ArgumentTags:
+        assert self._form is not None
+        assert self._form.tags is not None
+        return self._form.tags
+
+    def _begin_value(self, delta: AnswerDelta, name: str) -> None:
+        self._value = ANY_VALUE if self._called is None else self._called.value_form(name)
+        quote = '"' if self._value.kind == "text" else ""
+        before = ", " if self._given else ""
+        self._add(delta, f"{before}{json.dumps(name, ensure_ascii=False)}: {quote}")
+        self._given += 1
+        self._state, self._in_string, self._escaped = self._tagged_value, False, False
+
+    def _tagged_value(self, delta: AnswerDelta, over: bool) -> bool:
+        """The value of one argument. Texts and JSON are given out as they come."""
+        end, value = self._tags.end, self._value
+        place = self._value_end(end) if value.is_json else self._held.find(end)
+        whole = place >= 0
+        kept = 0 if value.is_json and self._in_string else _partial(self._held, [end])
+        sure = self._held[:place] if whole else self._held[: len(self._held) - kept]
+        if value.kind == "text":
+            self._add(delta, json.dumps(sure, ensure_ascii=False)[1:-1] + ('"' if whole else ""))
+        elif value.is_json:
+            self._add(delta, sure)
+        elif whole:
+            self._add(delta, value_as_json(value, sure))
+        else:
+            sure = ""  # what it is shows at its end
+        self._held = "" if over and not whole else self._held[len(sure) + (len(end) if whole else 0) :]
+        if whole:
+            self._state = self._argument
+        return whole
+
+    def _value_end(self, end: str) -> int:
+        """Where a value that is JSON ends: its texts may hold what ends it. -1: not yet."""
+        at = 1 if self._escaped and self._held else 0
+        self._escaped = self._escaped and not self._held
+        for sign in re.finditer(rf'["\\]|{re.escape(end)}', self._held):
+            if sign.start() < at:
+                continue
+            if sign[0] == "\\":
+                at = sign.end() + 1
+                self._escaped = sign.end() == len(self._held)
+            elif sign[0] == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string:
+                return sign.start()
+        return -1
 
     def _arguments(self, delta: AnswerDelta, over: bool) -> bool:
         """The object of a call's arguments, to its last brace."""
@@ -176,11 +299,7 @@ class AnswerSplitter:
                     end = at
                     break
         part = text if end is None else text[:end]
-        if part:
-            if delta.calls and delta.calls[-1].index == self.calls - 1:
-                delta.calls[-1].arguments += part
-            else:
-                delta.calls.append(CallPart(self.calls - 1, None, part))
+        self._add(delta, part)
         self._held = text[len(part) :]
         if end is None:
             return False
@@ -193,8 +312,8 @@ class AnswerSplitter:
         if form is None or not held:
             self._held = "" if over else self._held
             return False
-        closing = "}" + form.ending.strip()
-        following = "}" + form.between.strip()
+        end = "" if form.tags is not None else form.call_end  # of tagged arguments it has been read
+        closing, following = end + form.ending.strip(), end + form.between.strip()
         compact = re.sub(r"\s+", "", held)
         nexts, ends = re.sub(r"\s+", "", following), re.sub(r"\s+", "", closing)
         if form.between and compact.startswith(nexts):
@@ -276,14 +395,17 @@ USUAL_ID = 24  # letters and digits
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the answers to one request are split. `salt` makes the ids of its calls its own."""
+    """How the answers to one request are split. `salt` makes the ids of its calls its own. `parameters`: of each tool,
+    where their arguments are written between tags.
+    """
 
     tools: ToolFormat | None
     thinks: str | None
     salt: str
+    parameters: Mapping[str, ToolParameters] = field(default_factory=dict)
 
     def splitter(self) -> AnswerSplitter:
-        return AnswerSplitter(self.tools, self.thinks)
+        return AnswerSplitter(self.tools, self.thinks, self.parameters)
 
     def call_id(self, sample: int, index: int) -> str:
         """The same wherever the request is answered, and however often."""
