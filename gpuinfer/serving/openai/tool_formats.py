@@ -262,9 +262,7 @@ def _tagged_rules(tags: ArgumentTags, tool: Tool, number: int, terms: _Terms) ->
     return [f"body_{number}: {body}{close}", *rules]
 
 
-def _value_rule(
-    value: ValueForm, label: str, tags: ArgumentTags, tool: Tool, terms: _Terms
-) -> tuple[str, list[str]]:
+def _value_rule(value: ValueForm, label: str, tags: ArgumentTags, tool: Tool, terms: _Terms) -> tuple[str, list[str]]:
     """What a value is in a rule, up to and with its end; and the rules that it needs."""
     end = terms.of(tags.end)
     if value.is_json:
