@@ -26,6 +26,7 @@ from gpuinfer.serving.openai.tool_formats import (
     tools_in_words,
     written_calls,
 )
+from gpuinfer.serving.openai.tool_parameters import ToolParameters
 from gpuinfer.serving.openai.tool_schemas import ToolChoice, check_tool_grammars, chosen_tools
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class AnswerForms:
     def _planned(self, prompt: Prompt, choice: Any, parallel: Any, salt: str) -> tuple[Prompt, AnswerForm | None]:
         tools = prompt.rendering.tools
         chosen = chosen_tools(tools, choice, parallel)
-        form, parameters = None, {}
+        form: ToolFormat | None = None
+        parameters: Mapping[str, ToolParameters] = {}
         if tools and chosen is None:  # nothing may be called: the model does not hear of it
             prompt = _rendered(prompt, None)
         thinks = self._thinks(prompt) if self._may_think else None
