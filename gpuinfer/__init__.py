@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gpuinfer.api import Priority
     from gpuinfer.central.server import CentralServer
     from gpuinfer.library.batcher import Batcher
+    from gpuinfer.library.chat_answers import ChatAnswer, ToolCall
     from gpuinfer.library.choices import adaptive as Adaptive
     from gpuinfer.library.choices import by_priority as ByPriority
     from gpuinfer.library.choices import dynamic as Dynamic
@@ -56,6 +57,7 @@ __all__ = [
     "Batcher",
     "ByPriority",
     "CentralServer",
+    "ChatAnswer",
     "ContinuationScore",
     "Dynamic",
     "GameRecords",
@@ -66,6 +68,7 @@ __all__ = [
     "SelfPlay",
     "SessionVerdict",
     "TextAnswer",
+    "ToolCall",
     "__version__",
     "datasets",
     "serve",
@@ -76,6 +79,7 @@ _PLACES = {
     "Batcher": "library.batcher:Batcher",
     "ByPriority": "library.choices:by_priority",
     "CentralServer": "central.server:CentralServer",
+    "ChatAnswer": "library.chat_answers:ChatAnswer",
     "ContinuationScore": "library.text_scores:ContinuationScore",
     "Dynamic": "library.choices:dynamic",
     "GameRecords": "library.game_folder:GameRecords",
@@ -88,6 +92,7 @@ _PLACES = {
     "serve": "library.server:serve",
     "SessionVerdict": "library.measured:SessionVerdict",
     "TextAnswer": "library.text_answers:TextAnswer",
+    "ToolCall": "library.chat_answers:ToolCall",
     "datasets": "datasets",
 }
 

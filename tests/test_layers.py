@@ -169,11 +169,13 @@ FACADES: dict[str, set[str]] = {
     },
     "runtime": {"background_run", "background_session", "run", "run_roofline", "session", "tracking"},
     "serving": {
+        "answer_forms",
         "embedding_endpoint",
         "health",
         "model_language",
         "monitoring.live_page",
         "monitoring.metrics",
+        "openai.answer_splitter",
         "openai.model_options",
         "openai.prompt_rows",
         "openai.requests",

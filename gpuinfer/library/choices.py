@@ -233,7 +233,7 @@ def python_words(message: str) -> str:
 @functools.cache
 def _known_options() -> frozenset[str]:
     """The names of all options that flags have: those of every run, and those of the plugins that can be loaded."""
-    names = {"device", "model", "features", "host", "port", *Common.model_fields}
+    names = {"device", "model", "features", "host", "port", "tool_format", *Common.model_fields}
     for kind in ("workloads", "backends", "strategies"):
         for name in registry.names(kind):
             with contextlib.suppress(Exception):  # a plugin that cannot be imported has no options here

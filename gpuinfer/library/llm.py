@@ -12,7 +12,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, get_args, overload
+
+from msgspec import structs
 
 from gpuinfer.api import Backend, Limits, Priority, Progress, Strategy
 from gpuinfer.config import registry
@@ -20,6 +22,7 @@ from gpuinfer.config.foreign_names import option_hint
 from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import Closed, GpuinferError, UsageError
 from gpuinfer.host import children
+from gpuinfer.library.chat_answers import ChatAnswer, chat_answer
 from gpuinfer.library.choices import (
     backend_of,
     checked_seed,
@@ -37,6 +40,8 @@ from gpuinfer.library.text_prompts import AnswerKeywords, OnePrompt, PromptReade
 from gpuinfer.library.text_scores import ContinuationScore, ScoringPrompts, scores_of
 from gpuinfer.library.text_stream import PendingText, TextStream
 from gpuinfer.runtime.background_session import BackgroundSession
+from gpuinfer.serving.answer_forms import AnswerForms, ToolFormatName
+from gpuinfer.serving.model_language import ModelLanguage
 from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,
     ModelOptions,
@@ -198,7 +203,8 @@ class LLM(SessionFigures):
         self._opened: OpenedLLM | None = None
         self._closed = False
         self._last = Snapshot()
-        self._scoring = ScoringPrompts(self._spec)
+        language = ModelLanguage(self._spec)
+        self._scoring, self._forms = ScoringPrompts(language), AnswerForms(language)
 
     def _refuse_unknown(self) -> None:
         with in_python_words():
@@ -419,14 +425,24 @@ class LLM(SessionFigures):
         messages: str | Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        tool_format: ToolFormatName = "auto",
         timeout: float | str | None = None,
         priority: Priority | str = "normal",
         **options: Unpack[AnswerKeywords],
-    ) -> TextAnswer:
+    ) -> ChatAnswer:
         """The answer to a conversation, `[{"role": "user", "content": "Hi"}]`, or to one message of the user.
 
-        It goes through the model's chat template; `tools` are JSON schemas of functions that the template describes. In
-        a coroutine, `await llm.answer(messages)`; many conversations, `llm.generate([messages, …])`.
+        It goes through the model's chat template. `tools`, `tool_choice` and `parallel_tool_calls` are those of
+        OpenAI's API: functions with JSON schemas of their parameters, which the model may call, and whether it must.
+        The answer's `tool_calls` are parsed, and follow their schemas; `answer.message` goes into the conversation,
+        and what a function gives behind it: `{"role": "tool", "tool_call_id": call.id, "content": …}`. `tool_format`:
+        how this model writes calls ("hermes", "llama3", "mistral" …), as its chat template shows by itself. What the
+        model thinks between <think> and </think> is in `answer.reasoning`.
+
+        In a coroutine, `await llm.answer(messages)`; many conversations, `llm.generate([messages, …])`: there thoughts
+        and calls stay in the text.
         """
         if not isinstance(messages, str | Sequence) or not all(isinstance(one, str | Mapping) for one in messages):
             raise UsageError(
@@ -434,9 +450,19 @@ class LLM(SessionFigures):
             )
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         asked: dict[str, Any] = {"messages": said} | ({"tools": list(tools)} if tools else {})
-        pending = self.answer(asked, timeout=timeout, priority=priority, **options)
+        row = self._one(asked, options)
+        seconds, request = self._request(timeout, priority)
+        opened, form = self.opened(), None
+        if row.error is None:
+            if tool_format not in (known := get_args(ToolFormatName)):
+                raise UsageError(f"tool_format={tool_format!r:.60} is none. Choose from {', '.join(known)}.")
+            forms = replace(self._forms, tool_format=tool_format)
+            with in_python_words():
+                prompt, form = forms.plan(row.prompt, tool_choice, parallel_tool_calls, f"{row.id}")
+            row = structs.replace(row, prompt=prompt)
+        pending = PendingText(opened, row, seconds, request)
         try:
-            return pending.result()
+            return chat_answer(pending.result(), form)
         except BaseException:
             pending.cancel()
             raise

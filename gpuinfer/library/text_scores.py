@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BadPrompt, GpuinferError, UsageError, unwrap
 from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.library.llm_session import OpenedLLM
@@ -29,10 +28,10 @@ class ContinuationScore(Struct, frozen=True, kw_only=True):
 
 
 class ScoringPrompts:
-    """Pairs of prompts and continuations as prompts that nothing is drawn for. `spec`: whose tokenizer is used."""
+    """Pairs of prompts and continuations as prompts that nothing is drawn for."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._language = ModelLanguage(spec)
+    def __init__(self, language: ModelLanguage) -> None:
+        self._language = language
 
     def pairs(self, prompts: Any, continuations: Any, adapter: str | None) -> list[Prompt]:
         """One for each continuation. Raises `UsageError` for lists that do not fit, `BadPrompt` for a bad pair."""

@@ -51,7 +51,7 @@ class AnswerForms:
         """The chat as it is to be asked, and how its answers are split; None: they are texts. Raises `BadRequest`."""
         if not self._concerned(prompt, choice):
             return prompt, None
-        return await asyncio.to_thread(self._planned, prompt, choice, parallel, salt)
+        return await asyncio.to_thread(self.plan, prompt, choice, parallel, salt)
 
     def _concerned(self, prompt: Prompt, choice: Any) -> bool:
         """Whether anything but a text may come; a model that does not think is known after its first chat."""
@@ -71,7 +71,8 @@ class AnswerForms:
             return False
         return THINK in source or THOUGHT in source
 
-    def _planned(self, prompt: Prompt, choice: Any, parallel: Any, salt: str) -> tuple[Prompt, AnswerForm | None]:
+    def plan(self, prompt: Prompt, choice: Any, parallel: Any, salt: str) -> tuple[Prompt, AnswerForm | None]:
+        """As `of`. It may take seconds: not for an event loop."""
         tools = prompt.rendering.tools
         chosen = chosen_tools(tools, choice, parallel)
         form: ToolFormat | None = None
@@ -112,14 +113,14 @@ class AnswerForms:
         if not language.reads_tools:
             raise BadRequest(
                 "the model's chat template does not read `tools`, so the model would not hear of them. Take them out, "
-                "use a model that was trained with tools, or start the server with --tool-format hermes, which "
-                "describes them in a system message.",
+                "use a model that was trained with tools, or say --tool-format hermes: then a system message describes "
+                "them.",
                 "tools",
             )
         names = ", ".join(TOOL_FORMATS)
         raise BadRequest(
-            f"how this model writes calls of tools is not known here ({names} are). Start the server with one of them "
-            f"as --tool-format, or take `tools` out.",
+            f"how this model writes calls of tools is not known here ({names} are). Name one of them with "
+            "--tool-format, or take `tools` out.",
             "tools",
         )
 

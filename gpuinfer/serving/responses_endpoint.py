@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,8 +15,16 @@ from gpuinfer.serving.openai.response_items import Event, ResponseItems, Respons
 from gpuinfer.serving.openai.schema import MOST_TOKENS
 from gpuinfer.serving.request import ErrorResponse, RequestContext, check_request, encode, plain_headers
 from gpuinfer.serving.service import ModelService, Work
-from gpuinfer.serving.text_endpoints import CONTENT_TYPE, HEADERS, send_stream, send_whole
+from gpuinfer.serving.text_endpoints import (
+    CONTENT_TYPE,
+    HEADERS,
+    ResumedSample,
+    send_stream,
+    send_whole,
+    split_resumed,
+)
 
+SEQUENCE = 999_999_999  # in a sample's place, as the router has it: what follows is the number of the event
 CHATS = "/v1/chat/completions"
 
 
@@ -27,14 +34,13 @@ def responses(service: ModelService) -> Work:
     readers: list[RequestReader] = []
 
     async def work(exchange: Exchange, asking: RequestContext) -> None:
-        if asking.begun:
-            raise BadRequest("a response that has begun cannot go on elsewhere. Ask for it again.")
+        begun, body = split_resumed(exchange.body, asking.begun)
         if not readers:  # the defaults are known once the model is loaded
             readers.append(RequestReader(PromptDefaults(service.usual(MOST_TOKENS)), streams=True))
         try:
-            asked = await service.decoded(decoder.decode, exchange.body)
+            asked = await service.decoded(decoder.decode, body)
         except (ValueError, RecursionError) as error:
-            raise unreadable(error, ResponsesBody, exchange.body, "request") from error
+            raise unreadable(error, ResponsesBody, body, "request") from error
         try:
             found = await service.decoded(lambda body: readers[0].read(body, CHATS), chat_body(asked))
             adapter = service.adapter_of(asked.model or exchange.query.get("model"))
@@ -53,26 +59,64 @@ def responses(service: ModelService) -> Work:
             items.finish(answers.completions[0], answers)
             exchange.respond(200, encode(items.body), headers=plain_headers(asking.id))
             return
-        begun = False
-
-        def frame(news: Part | Generation) -> bytes:
-            nonlocal begun
-            events = [] if begun else items.begin()
-            begun = True
-            events += items.feed(news.text) if isinstance(news, Part) else items.finish(news.completions[0], news)
-            return _written(events)
-
-        def failure(error: Exception, refused: ErrorResponse) -> bytes:
-            return _written([items.failed(None, refused.message)])
-
+        events = ResponseEvents(items, service.behind_router)
         kind = (CONTENT_TYPE, plain_headers(asking.id, HEADERS))
-        await send_stream(service, exchange, asking, [prompt], kind, frame, failure)
+        if begun is not None:
+            if wrong := set(begun) - {0, SEQUENCE}:
+                raise BadPrompt(f"something has been sent of sample {min(wrong)}, and a response has one.")
+            had = begun.get(0, ResumedSample())
+            if had.ended:  # nothing but the end of the stream has been lost
+                exchange.begin(200, *kind)
+                exchange.end()
+                return
+            prompt = msgspec.structs.replace(prompt, begun=(had.tokens,))
+            numbers = begun.get(SEQUENCE, ResumedSample()).tokens
+            events.go_on(await service.forms.replayed(prompt, had.tokens), max(numbers, default=-1) + 1)
+        await send_stream(service, exchange, asking, [prompt], kind, events.frame, events.failure)
 
     return work
 
 
-def _written(events: Sequence[Event]) -> bytes:
-    return b"".join([b"event: %b\ndata: %b\n\n" % (one["type"].encode(), encode(one)) for one in events])
+class ResponseEvents:
+    """The events of one response. `numbered`: for a router, which gives out those of one part together or not at all,
+    and learns from the last of them the tokens in it.
+    """
+
+    def __init__(self, items: ResponseItems, numbered: bool) -> None:
+        self._items, self._numbered = items, numbered
+        self._begun = False
+        self._unsaid: tuple[int, ...] = ()  # tokens of which the client has been sent nothing yet
+
+    def go_on(self, text: str, number: int) -> None:
+        """An earlier attempt has sent the events of this text; the next one has this number."""
+        self._items.feed(text)
+        self._items.number, self._begun = number, True
+
+    def frame(self, news: Part | Generation) -> bytes:
+        events = [] if self._begun else self._items.begin()
+        self._begun = True
+        if isinstance(news, Part):
+            events += self._items.feed(news.text)
+            self._unsaid += news.tokens
+            return self._written(events, over=False)
+        return self._written(events + self._items.finish(news.completions[0], news), over=True)
+
+    def failure(self, error: Exception, refused: ErrorResponse) -> bytes:
+        return _written_event(self._items.failed(None, refused.message))
+
+    def _written(self, events: list[Event], *, over: bool) -> bytes:
+        if not events:
+            return b""
+        heads = [b""] * len(events)
+        if self._numbered:
+            listed, self._unsaid = ",".join(map(str, self._unsaid)), ()
+            ids = f"id: 0.{listed}{'!' if over else ''}\nid: {SEQUENCE}.{events[-1]['sequence_number']}\n"
+            heads = [*[b": more\n"] * (len(events) - 1), ids.encode()]
+        return b"".join([head + _written_event(one) for head, one in zip(heads, events, strict=True)])
+
+
+def _written_event(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode(event))
 
 
 def _in_its_words(error: BadRequest) -> BadPrompt:

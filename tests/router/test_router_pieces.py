@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import itertools
 
 import pytest
@@ -136,3 +137,18 @@ def test_only_whole_events_go_out_and_all_of_them(parts, places):
         assert out == b"" or out.endswith((b"\n\n", b"\n\r\n"))
         found += out
     assert found == whole
+
+
+def test_events_that_belong_together_go_out_together():
+    first, more, last = b"id: 0.7\ndata: a\n\n", b": more\ndata: b\n\n", b"id: 0.8,9\nid: 999999999.3\ndata: c\n\n"
+    whole = first + more + more + last
+    for place in range(1, len(whole)):
+        events = RelayedEvents(1 << 20, ByteBudget(1 << 20))
+        out = events.take(whole[:place])
+        assert out in (b"", first, whole)
+        begun = json.loads(events.begun() or b"{}")
+        assert begun.get("0", {"tokens": []})["tokens"] == ([7] if out == first else [])
+        assert out + events.take(whole[place:]) == whole
+    assert events.tokens() == 3
+    begun = json.loads(events.begun())
+    assert begun == {"0": {"tokens": [7, 8, 9], "ended": False}, "999999999": {"tokens": [3], "ended": False}}

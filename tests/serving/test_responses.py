@@ -103,3 +103,59 @@ def test_refusals(servers, changes, param, says):  # noqa: F811
     assert answer.status == 400
     assert says in answer.error["message"]
     assert answer.error["param"] == param
+
+
+def numbered(answer):
+    """Each event: whether it goes out with the next one, the tokens in it, its number, whether it is the last."""
+    found = []
+    for block in answer.body.decode().removesuffix("\n\n").split("\n\n"):
+        ids = [line.removeprefix("id: ") for line in block.split("\n") if line.startswith("id: ")]
+        told = json.loads(next(line for line in block.split("\n") if line.startswith("data: ")).removeprefix("data: "))
+        tokens = [int(one) for one in ids[0].removeprefix("0.").removesuffix("!").split(",") if one] if ids else []
+        number = int(ids[1].removeprefix("999999999.")) if ids else None
+        found.append((block.startswith(": more\n"), tokens, number, bool(ids) and ids[0].endswith("!"), told))
+    return found
+
+
+def _without_times(response):
+    """But for what another replica may know otherwise: the time, and what it has cached of the prompt."""
+    usage = {name: value for name, value in response["usage"].items() if name != "input_tokens_details"}
+    return {**response, "created_at": 0, "usage": usage}
+
+
+def text_in(events):
+    return "".join(event["delta"] for event in events if event["type"].endswith(".delta"))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param({"model": "hermes"}, id="text"),
+        pytest.param({"model": "thinking"}, id="thoughts"),
+        pytest.param({"model": "hermes", "tools": TOOLS, "tool_choice": "required"}, id="calls"),
+        pytest.param({"model": "qwen3-coder", "tools": TOOLS, "tool_choice": "required"}, id="calls between tags"),
+    ],
+)
+def test_a_stream_goes_on_where_another_replica_has_ended(servers, asked):  # noqa: F811
+    body = {"input": "Hi", "max_output_tokens": 60, "parallel_tool_calls": False, "stream": True, **asked}
+    said = {"X-Request-Id": f"response-{asked['model']}"}
+    whole = numbered(servers.ask("/v1/responses", body, said))
+    assert [one[4]["sequence_number"] for one in whole] == list(range(len(whole)))
+    assert [one[0] for one in whole] == [one[2] is None for one in whole]
+    cuts = [place + 1 for place, one in enumerate(whole) if one[2] is not None]
+    assert len(cuts) > 4
+    for cut in (cuts[0], cuts[1], cuts[len(cuts) // 2], cuts[-2]):
+        had = [token for one in whole[:cut] for token in one[1]]
+        head = {"0": {"tokens": had, "ended": False}, "999999999": {"tokens": [cut - 1], "ended": False}}
+        sent = json.dumps(head).encode()
+        more = {**said, "X-Gpuinfer-Begun": str(len(sent)), "X-Gpuinfer-Created": "1234"}
+        rest = numbered(servers.ask("/v1/responses", sent + json.dumps(body).encode(), more))
+        assert [one[4]["sequence_number"] for one in rest] == list(range(cut, cut + len(rest)))
+        assert had + [token for one in rest for token in one[1]] == [token for one in whole for token in one[1]]
+        before, after, all_of_it = ([one[4] for one in some] for some in (whole[:cut], rest, whole))
+        assert text_in(before) + text_in(after) == text_in(all_of_it)
+        resumed, unbroken = (_without_times(some[-1]["response"]) for some in (after, all_of_it))
+        assert resumed == unbroken
+    ended = json.dumps({"0": {"tokens": [1], "ended": True}}).encode()
+    more = {**said, "X-Gpuinfer-Begun": str(len(ended))}
+    assert servers.ask("/v1/responses", ended + json.dumps(body).encode(), more).body == b""

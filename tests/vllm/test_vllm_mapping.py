@@ -23,11 +23,17 @@ from gpuinfer.backends.vllm_engine.engine_arguments import (
 )
 from gpuinfer.backends.vllm_engine.engine_process import model_for_vllm
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters, refuse_misfit
-from gpuinfer.backends.vllm_engine.vllm_requests import check_vllm_sampling, is_plain, sampling_parameters, vllm_seed
+from gpuinfer.backends.vllm_engine.vllm_requests import (
+    check_vllm_sampling,
+    is_plain,
+    refuse_task,
+    sampling_parameters,
+    vllm_seed,
+)
 from gpuinfer.config import registry
 from gpuinfer.config.registry import PluginRecord
 from gpuinfer.errors import BadPrompt, UnknownName, UsageError
-from gpuinfer.generation import Constraint, Sampling, Unmasking
+from gpuinfer.generation import Constraint, Prompt, Sampling, Unmasking
 
 TINY = Setup(ModelSpec("tiny", kind="text"))
 
@@ -74,6 +80,10 @@ def test_options_and_the_model_become_engine_arguments_under_vllms_names():
     devices = Setup(ModelSpec("tiny", kind="text"), devices=("cuda:0", "cuda:1"))
     assert arguments_of(devices, on_cpu=False)["tensor_parallel_size"] == 2
     assert arguments_of(engine_args={"optimization_level": 0})["optimization_level"] == 0
+    pooling = arguments_of(runner="pooling")
+    assert (pooling["runner"], arguments_of()["runner"], "enable_prefix_caching" in pooling) == (
+        "pooling", "generate", False,
+    )  # fmt: skip
     assert arguments_of()["enable_chunked_prefill"] is False  # on a CPU no prompt goes through in pieces
     assert "enable_chunked_prefill" not in arguments_of(on_cpu=False)
 
@@ -85,6 +95,8 @@ def test_options_and_the_model_become_engine_arguments_under_vllms_names():
         ({"engine_args": {"seed": 1}}, "--seed"),
         ({"engine_args": {"max_num_seqs": 1}}, "-B max_num_seqs"),
         ({"engine_args": {"model": 1}}, "--model"),
+        ({"engine_args": {"runner": "pooling"}}, "-B runner"),
+        ({"engine_args": {"convert": "embed"}}, "runner=pooling"),
     ],
 )
 def test_an_argument_that_cannot_be_or_has_its_own_place_is_refused(options, why):
@@ -98,6 +110,23 @@ def test_an_argument_or_option_of_no_such_name_is_refused():
         refuse_unknown({"max_num_seq": 1}, ["max_num_seqs", "model"])
     with pytest.raises(ValidationError, match="gpu_memory"):
         EngineOptions(gpu_memory=0.5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "pooling", "why"),
+    [
+        (Prompt(text="a", embed="model"), None, "-B runner=pooling"),
+        (Prompt(text="a"), "last", "draws no answers"),
+        (Prompt(text="a", embed="mean"), "last", "pools by 'last'"),
+        (Prompt(text="a", embed="last", samples=2), "last", "Ask for one"),
+    ],
+)
+def test_an_engine_draws_answers_or_makes_embeddings(prompt, pooling, why):
+    with pytest.raises(BadPrompt, match=why):
+        refuse_task(prompt, pooling)
+    refuse_task(Prompt(text="a"), None)
+    for embed in ("model", "mean"):
+        refuse_task(Prompt(text="a", embed=embed), "mean")
 
 
 # Sampling

@@ -190,7 +190,7 @@ class VllmEngine:
         wanted.setdefault("max_model_len", min(positions, most))
         try:
             config = AsyncEngineArgs(**wanted).create_engine_config()
-            if not config.model_config.logits_processors:
+            if arguments["runner"] == "generate" and not config.model_config.logits_processors:
                 config.model_config.logits_processors = [processor_for(config.use_v2_model_runner)]
         except Exception as error:
             cure = "Give another --dtype." if "dtype" in str(error) else "Correct that option."
@@ -233,6 +233,15 @@ class VllmEngine:
         return language_of(
             tokenizer, int(config.get_vocab_size()), token_ids_of(told.get("eos_token_id")), beginning, templates
         )
+
+    @property
+    def pooling(self) -> str | None:
+        """How states become an embedding: mean, last or first; None: the engine draws answers."""
+        config = self._llm.vllm_config.model_config
+        if config.runner_type != "pooling":
+            return None
+        kind = str(config.pooler_config.seq_pooling_type or "").upper()
+        return {"MEAN": "mean", "LAST": "last", "CLS": "first"}.get(kind, kind.lower())
 
     @property
     def rows(self) -> int:
@@ -294,8 +303,37 @@ class VllmEngine:
         except (ValueError, VLLMClientError) as error:
             raise BadPrompt(f"vLLM refuses this prompt: {_line(error)} Correct it.") from None
 
+    async def embed(self, request: VllmRequest) -> Any:
+        """Its pooled state, float32 [hidden], not scaled. Raises as `generate` does."""
+        from vllm import PoolingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if (dead := self.dead) is not None:
+            raise dead
+        prompt = {"type": "token", "prompt_token_ids": request.tokens}
+        lora = None if request.adapter is None else _lora(request.adapter)
+        asked = self._llm.encode(prompt, PoolingParams(task="embed"), request.number, lora_request=lora)
+        found: Any = None
+        try:
+            async for output in asked:
+                if output.error is not None:
+                    raise BadPrompt(f"vLLM refuses this prompt: {_line(output.error)} Correct it.")
+                found = output.outputs.data
+        except EngineDeadError:
+            raise self.dead or BackendDied("the vLLM engine died. Ask again.") from None
+        except (ValueError, VLLMClientError) as error:
+            raise BadPrompt(f"vLLM refuses this prompt: {_line(error)} Correct it.") from None
+        finally:
+            await asked.aclose()
+        return found.float().cpu().numpy()
+
     async def try_out(self) -> None:
         """Answer trial requests: what vLLM prepares at first use is ready before work comes."""
+        if self.pooling is not None:
+            await self.embed(VllmRequest("try-0", [0], {}))
+            self.counting.forget()
+            return
         for number, fields in enumerate(TRIED):
             request = VllmRequest(f"try-{number}", [0], {**fields, "max_tokens": 2, "detokenize": False})
             async for _ in self.generate(request):
@@ -373,6 +411,8 @@ def _reason(error: BaseException) -> str:
             "there is no such folder, and it is not in the cache of Hugging Face either. Download it first, or correct "
             "the name."
         )
+    if "do not support `--runner generate`" in text:
+        return "Embedding models do not support `--runner generate`. Serve its embeddings: -B runner=pooling."
     for more in (" Supported architectures:", " This could be because", " Use `--"):
         text = text.partition(more)[0]
     return _stopped(text[:400] or type(error).__name__)

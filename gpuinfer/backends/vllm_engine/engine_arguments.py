@@ -35,6 +35,7 @@ PASSED_ON = (
     "attention_backend",
     "speculative_config",
     "logprobs_mode",
+    "runner",
 )
 CONTEXT = 4096  # tokens of prompt and answer, where nobody says otherwise and the model has as many
 LORAS = 4
@@ -51,8 +52,7 @@ OURS = {
     "worker_extension_cls": "gpuinfer puts its own there",
     "disable_log_stats": "the report is made of them",
     "structured_outputs_config": "constraints mean what they mean with the other backends",
-    "runner": "this backend generates",
-    "convert": "this backend generates",
+    "convert": "-B runner=pooling makes embeddings of a model that generates",
 }
 
 
@@ -86,6 +86,9 @@ class EngineOptions(api.Options):
     logprobs_mode: LogprobsMode = Field(
         "processed_logprobs", description="which log-probabilities a step gives: after temperature and filters, or raw"
     )
+    runner: Literal["generate", "pooling"] = Field(
+        "generate", description="what the engine computes, answers or embeddings; it cannot do both"
+    )
     engine_args: dict[str, Any] = Field({}, description='any other of vLLM\'s, as JSON: {"optimization_level": 0}')
 
 
@@ -113,20 +116,20 @@ def engine_arguments(own: EngineOptions, setup: Setup, model: str, *, on_cpu: bo
             "vLLM on a CPU ends when a prompt goes through in pieces and its answer is drawn with a seed, as all "
             "answers here are. Leave -B enable_chunked_prefill out."
         )
+    draws = own.runner == "generate"
     arguments: dict[str, Any] = {
         "model": model,
-        "runner": "generate",
         "seed": setup.seed,
         "dtype": setup.dtype,
         "trust_remote_code": bool(given.get("trust_remote_code")),
         "generation_config": "vllm",
-        "structured_outputs_config": {"backend": "guidance"},
+        "structured_outputs_config": {"backend": "guidance"} if draws else None,
         "worker_extension_cls": "gpuinfer.backends.vllm_engine.worker_extension.WorkerExtension",
         "max_num_seqs": given.get("slots") or (64 if on_cpu else None),
         "max_num_batched_tokens": None if on_cpu else given.get("step_tokens"),  # there whole prompts must fit
         "enable_chunked_prefill": False if on_cpu else None,
         "enforce_eager": True if on_cpu else None,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": True if draws else None,  # not every way of pooling can
         "enable_lora": True if adapters else None,
         "max_loras": min(adapters, LORAS) or None,
         "max_cpu_loras": max(adapters, own.max_loras or 0) or None,

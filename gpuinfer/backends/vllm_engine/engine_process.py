@@ -138,10 +138,10 @@ class VllmTextBackend(Backend):
         else:
             language = open_language(self._checkpoint.language, self._checkpoint.shape)
         device = str(import_module("vllm.platforms").current_platform.get_device_name(0))
-        length = engine.length - 1  # it draws a token also where none is asked for
+        length = engine.length - (engine.pooling is None)  # it draws a token also where none is asked for
         facts = {"model": spec.name, "device": device, **engine.facts, "context": length}
         processed = arguments["logprobs_mode"] == "processed_logprobs"
-        prompts = PromptPreparer(language, engine.model, engine.rows, length, facts, processed)
+        prompts = PromptPreparer(language, engine.model, engine.rows, length, facts, processed, engine.pooling)
         self._adapters = VllmAdapters(self._load, self._engine.unload, own.max_adapters)
         self._driver = VllmDriver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
         self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": device})

@@ -257,8 +257,12 @@ class _Work:
     async def generation(self) -> Generation:
         if (name := self._asked.adapter) is not None:
             self._adapter = self._driver.adapters.use(name)
+        embedding: bytes | None = None
         try:
-            completions = await self._samples()
+            if self._asked.embeds:
+                completions, embedding = [NO_COMPLETION], await self._embedding()
+            else:
+                completions = list(await self._samples())
         finally:
             if self._adapter is not None:
                 await self._driver.adapters.release(self._adapter)
@@ -271,7 +275,14 @@ class _Work:
             first_token_s=self._first - self._started,
             seconds=now - self._started,
             versions=tuple(dict.fromkeys(version for one in completions for _, version in one.versions)),
+            embedding=embedding,
         )
+
+    async def _embedding(self) -> bytes:
+        """The pooled state, of length 1."""
+        request = VllmRequest(self._driver.number(self._ticket, 0), self._tokens, {}, self._adapter)
+        found = np.asarray(await self._engine.embed(request), np.float64)
+        return (found / (float(np.linalg.norm(found)) or 1.0)).astype("<f4").tobytes()
 
     def change_version(self, version: str) -> None:
         """Other weights compute its answers from the next step on."""

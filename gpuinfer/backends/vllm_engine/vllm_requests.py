@@ -130,6 +130,32 @@ class VllmPrompt:
     grammar: str | None = None  # llguidance's, as our own engine would have it
     listed: Listed | None = None  # for our own logits processor
     parts: bool = False
+    embeds: bool = False  # the pooled state of its tokens is wanted, no answer
+
+
+def refuse_task(prompt: Prompt, pooling: str | None) -> None:
+    """Raises `BadPrompt` for what an engine of this kind does not compute. `pooling`: how an engine that was started
+    for embeddings pools; None: it draws answers.
+    """
+    if pooling is None:
+        if prompt.embed is not None:
+            raise BadPrompt(
+                "this vLLM engine draws answers, and an engine has no embeddings beside them. Start another with "
+                "-B runner=pooling, or use --backend inprocess, which does both."
+            )
+        return
+    if prompt.embed is None:
+        raise BadPrompt(
+            "this vLLM engine was started for embeddings (-B runner=pooling), and draws no answers. Ask for "
+            "embeddings, or start another without it."
+        )
+    if prompt.embed not in ("model", pooling):
+        raise BadPrompt(
+            f"pooling by '{prompt.embed}' is wanted, and this vLLM engine pools by '{pooling}'. Leave it out, or start "
+            """one with -B engine_args='{"pooler_config": {"seq_pooling_type": "MEAN"}}' (or LAST, CLS)."""
+        )
+    if prompt.samples != 1:
+        raise BadPrompt(f"{prompt.samples} samples of an embedding, of which there is one. Ask for one.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +189,10 @@ class PromptPreparer:
         length: int,
         facts: Mapping[str, Any],
         processed: bool = True,
+        pooling: str | None = None,
     ) -> None:
-        self._language, self._processed = language, processed
+        """`pooling`: as `refuse_task` has it."""
+        self._language, self._processed, self._pooling = language, processed, pooling
         self.slots, self.facts = slots, facts
         self._limits = EngineLimits(model, slots, length)
 
@@ -172,7 +200,10 @@ class PromptPreparer:
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[VllmPrompt | Exception]:
         """Each ready to be asked, or the `BadPrompt` that says why not. Thread-safe."""
-        plain = [one if one.adapter is None else structs.replace(one, adapter=None) for one in prompts]
+        plain = [
+            one if one.adapter is one.embed is None else structs.replace(one, adapter=None, embed=None)
+            for one in prompts
+        ]
         found: list[VllmPrompt | Exception] = []
         for prompt, prepared in zip(prompts, prepare(self._language, plain, self._limits, enter), strict=True):
             if isinstance(prepared, Exception):
@@ -181,6 +212,7 @@ class PromptPreparer:
             sampling, constraint = prompt.sampling, prompt.sampling.constraint
             listed = None if constraint is None else constraint.listed
             try:
+                refuse_task(prompt, self._pooling)
                 drawing = structs.replace(sampling, max_tokens=max(1, sampling.max_tokens))
                 check_sampling(drawing, self._limits.shape.vocabulary)
                 check_vllm_sampling(sampling, bool(prepared.begun), self._processed)
@@ -188,5 +220,6 @@ class PromptPreparer:
             except BadPrompt as error:
                 found.append(error)
             else:
-                found.append(VllmPrompt(prepared, self._language, prompt.adapter, grammar, listed))
+                embeds = prompt.embed is not None
+                found.append(VllmPrompt(prepared, self._language, prompt.adapter, grammar, listed, embeds=embeds))
         return found

@@ -1,6 +1,8 @@
 """A relayed stream of server-sent events: only whole events go out, and what went out is kept, within a byte budget, to
 resume at another replica. A replica of ours puts `id: SAMPLE.TOKEN,TOKEN,…` before each event with the tokens that
-it carries, and `!` behind them in the last of its sample. They are read only when the replica is lost.
+it carries, and `!` behind them in the last of its sample. They are read only when the replica is lost. An event that
+begins with the comment `: more` goes out with the one after it or not at all; `id: 999999999.NUMBER` counts events, where
+the client is told their numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,20 @@ class ByteBudget:
         self.left += size
 
 
+SEQUENCE = 999_999_999  # in a sample's place: what follows is the number of the event
+MORE = b": more\n"
 _ID = re.compile(rb"(?:^|\n)id: ?([0-9]{1,9})\.([0-9,]*)(!?)\r?(?=\n)")
+
+
+def _settled(data: bytes, end: int) -> int:
+    """Where the last of these events ends that does not wait for the one after it."""
+    while end:
+        before = data.rfind(b"\n\n", 0, end - 2)
+        start = before + 2 if before >= 0 else 0
+        if not data.startswith(MORE, start):
+            return end
+        end = start
+    return 0
 
 
 class RelayedEvents:
@@ -56,6 +71,8 @@ class RelayedEvents:
         if not data.endswith((b"\n\n", b"\n\r\n")):  # else behind the last empty line, with LF or CRLF
             end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
             end = end if b"\n\n" in data or b"\n\r\n" in data else 0
+        if MORE in data:
+            end = _settled(data, end)
         whole, self._part = (data, b"") if end == len(data) else (data[:end], data[end:])
         if whole:
             self._note(whole)
@@ -84,7 +101,8 @@ class RelayedEvents:
 
     def tokens(self) -> int:
         """How many were sent, of a stream that is kept."""
-        return sum(found[2].count(b",") + bool(found[2]) for found in _ID.finditer(b"".join(self._kept or ())))
+        found = _ID.finditer(b"".join(self._kept or ()))
+        return sum(one[2].count(b",") + bool(one[2]) for one in found if int(one[1]) != SEQUENCE)
 
     @property
     def resumable(self) -> bool:

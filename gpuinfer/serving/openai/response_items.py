@@ -159,7 +159,7 @@ class ResponseItems:
         self._splitter = AnswerSplitter(None, None) if form is None else form.splitter()
         self._output: list[dict[str, Any]] = []
         self._open: tuple[str, int] | None = None  # what the last item is: reasoning, message or a call's number
-        self._number = self._characters = 0
+        self.number = self._characters = 0  # of the next event; of the text that has come
         self._body: dict[str, Any] = {
             "id": f"resp_{id}",
             "object": "response",
@@ -224,8 +224,8 @@ class ResponseItems:
         return self._event("error", code=code, message=message, param=None)
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        self._number += 1
-        return {"type": kind, "sequence_number": self._number - 1, **fields}
+        self.number += 1
+        return {"type": kind, "sequence_number": self.number - 1, **fields}
 
     def _of(self, delta: AnswerDelta) -> list[Event]:
         events: list[Event] = []
