@@ -72,5 +72,5 @@ def test_what_cannot_be_is_refused(llm, changes, says):
 
 
 def test_a_model_that_knows_no_tools_says_which_argument_helps():
-    with gpuinfer.LLM("tiny", threads=1) as llm, pytest.raises(GpuinferError, match='tool_format="?hermes'):
+    with gpuinfer.LLM("tiny", threads=1) as llm, pytest.raises(GpuinferError, match='tool_format="hermes"'):
         llm.chat("Hi", tools=TOOLS)

@@ -16,6 +16,7 @@ from vllm_held import Held
 
 import gpuinfer
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -83,6 +84,27 @@ def test_a_family_that_our_decoders_do_not_read_answers_as_with_transformers(tmp
     assert choice.completions[0].text in ("yes", "no")
 
 
+def test_an_engine_for_embeddings_has_those_of_transformers_and_no_answers(tmp_path):
+    import torch
+    import transformers
+
+    folder, texts = write_family(tmp_path / "model", "olmo2"), ["A river is long", "A sea"]
+    spec = ModelSpec(str(folder), kind="text", arguments={"context": 128})
+    held = Held(Setup(spec, dtype="float32"), runner="pooling", **SMALL)
+    try:
+        found = held.asked(*(Prompt(text=text, sampling=Sampling(max_tokens=0), embed="model") for text in texts))
+        with pytest.raises(BadPrompt, match="draws no answers"):
+            held.asked(Prompt(text="Hi"))
+    finally:
+        held.close()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for text, one in zip(texts, found, strict=True):
+        with torch.inference_mode():
+            states = model.model(torch.tensor([tokens_of(folder, text)])).last_hidden_state[0]
+        wanted = (states[-1] / states[-1].norm()).numpy()
+        assert np.abs(wanted - np.frombuffer(one.embedding, "<f4")).max() < 1e-5
+
+
 def test_quantised_weights_answer_as_the_same_model_in_float32(tmp_path):
     folder, twin = tmp_path / "packed", tmp_path / "twin"
     write_gptq(folder, twin)
@@ -148,7 +170,8 @@ def test_what_vllm_does_not_serve_is_refused_with_its_reason_before_an_engine_is
         "unwritten": "vLLM does not serve 'unwritten': Model architectures ['NonesuchForCausalLM'] are not supported",
         "code": "vLLM does not serve 'code': it needs code that comes with the checkpoint. Where you trust that, give "
         "--trust-remote-code.",
-        "encoder": "vLLM does not serve 'encoder': Embedding models do not support `--runner generate`.",
+        "encoder": "vLLM does not serve 'encoder': Embedding models do not support `--runner generate`. "
+        "Serve its embeddings: -B runner=pooling.",
         "silent": "'silent' has no tokenizer. Copy tokenizer.json",
         "packed": "vLLM does not take these engine arguments: torch.float32 is not supported",
         "model.gguf": "vLLM does not serve 'model.gguf': GGUF files are read by a plugin of vLLM's",

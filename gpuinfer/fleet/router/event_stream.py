@@ -1,8 +1,8 @@
 """A relayed stream of server-sent events: only whole events go out, and what went out is kept, within a byte budget, to
 resume at another replica. A replica of ours puts `id: SAMPLE.TOKEN,TOKEN,…` before each event with the tokens that
 it carries, and `!` behind them in the last of its sample. They are read only when the replica is lost. An event that
-begins with the comment `: more` goes out with the one after it or not at all; `id: 999999999.NUMBER` counts events, where
-the client is told their numbers.
+begins with the comment `: more` goes out with the one after it or not at all; `id: 999999999.NUMBER` tells an event's
+own number, where clients read those.
 """
 
 from __future__ import annotations
