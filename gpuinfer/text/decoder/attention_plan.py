@@ -4,6 +4,7 @@ decode step are read once for several rows. Plain arithmetic on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,38 @@ def ends_of(step: Step) -> Integers:
     """Of each segment, how many positions there are with it: its own, and those that it sees."""
     ends: Integers = (step.starts + step.lengths).astype(np.int64)
     return ends if step.sees is None else np.maximum(ends, np.maximum.reduceat(step.sees, firsts_of(step)))
+
+
+class StaleValues:
+    """What an earlier row has left in pages of a cache that rows only ever write into: weights of 0 are multiplied with
+    it, and it might be no number.
+    """
+
+    def __init__(self) -> None:
+        self._copied: NDArray[np.int32] = np.zeros(0, np.int32)  # pages with more than is known of their row
+
+    def copied(self, pages: Sequence[int]) -> None:
+        """These pages are copies, of all that others hold."""
+        self._copied = np.union1d(self._copied, np.array(pages, np.int32))
+
+    def of(self, step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32]) -> Integers:
+        """Of each token from where on in its page the values of an earlier row are to be cleared; -1: from nowhere. It
+        is the last token of a segment that clears, what lies behind all that it sees, unless that is clear since the
+        segment before: it is not where the segment begins in a page that is a copy, which has all that its source has,
+        and that none has written into since.
+        """
+        in_copies = np.zeros(len(step.starts), np.bool_)
+        if len(self._copied):
+            pages = step.pages[np.arange(len(in_copies)), step.starts // PAGE]
+            in_copies = np.isin(pages, self._copied)
+            self._copied = np.setdiff1d(self._copied, pages)
+        places = np.maximum(positions + 1, sees) - positions // PAGE * PAGE
+        due = (places < PAGE) & ((positions % PAGE == 0) | np.repeat(in_copies, step.lengths))
+        if len(positions) > len(step.lengths):
+            last = np.zeros(len(positions), np.bool_)
+            last[firsts_of(step) + step.lengths - 1] = True
+            due = last & (places < PAGE) & (due | np.repeat(step.lengths > 1, step.lengths))
+        return np.where(due, places, -1)
 
 
 WORTH = 4  # pages that need not be read again: with fewer the partial results take longer

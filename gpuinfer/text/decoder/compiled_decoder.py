@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.text.decoder import cpu_sizes, cpu_weights
-from gpuinfer.text.decoder.attention_plan import firsts_of, positions_of
+from gpuinfer.text.decoder.attention_plan import StaleValues, positions_of
 from gpuinfer.text.decoder.cpu_attention import SPAN
 from gpuinfer.text.decoder.cpu_math import TILE
 from gpuinfer.text.decoder.cpu_mlp import EXPERT_ROWS
@@ -77,7 +77,7 @@ class CpuDecoder:
         arithmetic = computes_in(dtype, self.device, deterministic=deterministic)
         self.computes_in = "int8" if bits else arithmetic
         self.reads_drawn = False
-        self._kind, self._bits = _kind(dtype, arithmetic), bits
+        self._kind, self._bits = product_kind(dtype, arithmetic), bits
         self._operand = np.dtype(np.int8 if row_kind() == "bytes" else np.float32)  # of quantised weights' rows
         self._multiplied = np.dtype(np.uint16 if self._kind in ("amx", "avx512") else np.float32)
         self._dtype, self._padded = dtype, -(-shape.head_dim // TILE) * TILE
@@ -88,7 +88,7 @@ class CpuDecoder:
         self._pool = CachePool(pages, int(self._sizes[cpu_sizes.PAGE_BYTES]))
         self._adapters = LoadedAdapters(shape.layers)
         self._planners = [AttentionPlanner(shape.heads // shape.kv_heads) for _ in range(2)]
-        self._copied: NDArray[np.int32] = np.zeros(0, np.int32)  # pages that still have more than is known of their row
+        self._stale = StaleValues()
         self._room = NO_ROOM
         self._step: tuple[NDArray[Any], ...] = ()
         self._threads: Threads | None = None
@@ -117,7 +117,7 @@ class CpuDecoder:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `step.Decoder.copy_pages`."""
         self._pool.copy(sources, targets)
-        self._copied = np.union1d(self._copied, np.array(targets, np.int32))
+        self._stale.copied(targets)
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`. Of a head that is the embedding it is a copy."""
@@ -203,7 +203,7 @@ class CpuDecoder:
         else:
             positions[:rows], owners[:rows] = positions_of(step), np.repeat(every[:segments], step.lengths)
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
-        clears[:rows] = self._clears(step, positions[:rows], sees[:rows])
+        clears[:rows] = self._stale.of(step, positions[:rows], sees[:rows])
         columns = min(pages.shape[1], step.pages.shape[1])
         pages[:segments, :columns] = step.pages[:, :columns]
         if step.vectors is not None:
@@ -221,25 +221,6 @@ class CpuDecoder:
         self._threads.step(threads)
         self._fewest.took(rows, threads, time.perf_counter() - began)
         return by_adapter
-
-    def _clears(self, step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Of each token from where on in its page the values of an earlier row are to be cleared; -1: from nowhere. It
-        is the last token of a segment that clears, what lies behind all that it sees, unless that is clear since the
-        segment before: it is not where the segment begins in a page that is a copy, which has all that its source has,
-        and that none has written into since.
-        """
-        in_copies = np.zeros(len(step.starts), np.bool_)
-        if len(self._copied):
-            pages = step.pages[np.arange(len(in_copies)), step.starts // PAGE]
-            in_copies = np.isin(pages, self._copied)
-            self._copied = np.setdiff1d(self._copied, pages)
-        places = np.maximum(positions + 1, sees) - positions // PAGE * PAGE
-        due = (places < PAGE) & ((positions % PAGE == 0) | np.repeat(in_copies, step.lengths))
-        if len(positions) > len(step.lengths):
-            last = np.zeros(len(positions), np.bool_)
-            last[firsts_of(step) + step.lengths - 1] = True
-            due = last & (places < PAGE) & (due | np.repeat(step.lengths > 1, step.lengths))
-        return np.where(due, places, -1)
 
     def _attend_to(
         self, which: int, step: Step, going: NDArray[np.int32], owners: NDArray[np.int32], sees: NDArray[np.int32]
@@ -401,7 +382,7 @@ class CpuDecoder:
         return row_length(inner, row_kind()) if self._bits else 0
 
 
-def _kind(dtype: torch.dtype, compute: str) -> Kind:
+def product_kind(dtype: torch.dtype, compute: str) -> Kind:
     """The products of weights of this format with rows of the other."""
     if dtype == torch.float32:
         return "float32"

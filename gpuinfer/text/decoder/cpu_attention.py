@@ -25,6 +25,7 @@ from gpuinfer.text.decoder.cpu_math import (
     soften,
     store_at,
     store_scaled,
+    tanh,
     turn_vectors,
 )
 from gpuinfer.text.transformer import PAGE
@@ -88,11 +89,12 @@ def store_value(room, place, address, sizes, like):
 
 @called
 def attend(
-    piece, head, layer, window, members, going, positions, sees, pages, sizes, addresses, queries, state, peaks,
+    piece, head, layer, window, cap, members, going, positions, sees, pages, sizes, addresses, queries, state, peaks,
     gathered, scores, weights, tops, part, more, mixed,
 ):  # fmt: skip
     """Take the piece's members, rows that go on, through its spans for one head of keys; `piece` is one of
-    `cpu_plan.AttentionPlan`. `mixed` [going, heads × head_dim] has the result after the last piece.
+    `cpu_plan.AttentionPlan`. `mixed` [going, heads × head_dim] has the result after the last piece. Unless it is 0,
+    `cap` bounds the scores.
 
     `state` [going × heads, padded] holds the values weighed until now, `peaks` [going × heads, 2] their highest score
     and the sum of the weights. `gathered`, `scores`, `weights`, `tops`, `part`, `more` are scratch for as many queries
@@ -128,6 +130,9 @@ def attend(
             keys = base + pages[table, span * PAGES + number] * sizes[at.PAGE_BYTES]
             into = scores.ctypes.data + 4 * number * PAGE
             call_product(addresses[at.PRODUCT], rows, PAGE, padded, asking, padded, keys, into, SPAN)
+        if cap > 0:
+            for i in range(rows * SPAN):
+                scores[i] = cap * tanh(scores[i] / cap)
         for which in range(rows):
             row = going[members[first + which // group]]
             weigh(which, span, oldest_seen(positions[row], window), np.int64(sees[row]), there, scores, weights, tops)

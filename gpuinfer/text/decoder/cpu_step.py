@@ -129,9 +129,9 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
                 if number >= count * sizes[at.KV_HEADS]:
                     break
                 attend(
-                    pieces[waves[wave + 1] + number % count], number // count, layer, window, members, going, positions,
-                    sees, pages, sizes, addresses, queries, state, peaks, asked[thread], scores[thread],
-                    weights[thread], tops[thread], part[thread], more[thread], mixed,
+                    pieces[waves[wave + 1] + number % count], number // count, layer, window, np.float32(0), members,
+                    going, positions, sees, pages, sizes, addresses, queries, state, peaks, asked[thread],
+                    scores[thread], weights[thread], tops[thread], part[thread], more[thread], mixed,
                 )  # fmt: skip
             barrier(thread, threads, control, addresses)
         mixed_at, mixed_apart = mixed.ctypes.data, mixed.shape[1]

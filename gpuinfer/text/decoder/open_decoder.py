@@ -328,6 +328,7 @@ def open_sized(
             weights_dtype,
             device,
             {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens},
+            threads=threads,
             deterministic=deterministic,
             sharing=sharing,
         )
@@ -365,22 +366,38 @@ def open_traced(
     device: torch.device,
     wanted: Mapping[str, Any],
     *,
+    threads: int,
     deterministic: bool,
     sharing: int,
 ) -> tuple[Decoder, Sizing]:
     """As `open_sized`, of a model that transformers' own code computes."""
     from gpuinfer.text.decoder.transformers_decoder import TransformersDecoder
 
-    shape, length = checkpoint.shape, wanted["length"]
+    shape, length, traced = checkpoint.shape, wanted["length"], checkpoint.traced
+    kernels = device.type == "cpu" and kernels_for(dtype)
+    sized, twice = shape, 0
+    if kernels:
+        from gpuinfer.text.decoder.traced_attention import panel_page_bytes
+
+        sized = replace(shape, cached_values=panel_page_bytes(traced.calls, dtype) // (PAGE * dtype.itemsize))
+        twice = shape.vocabulary * shape.hidden * dtype.itemsize if shape.tied else 0  # head and embedding
 
     def find(free: int) -> Sizing:
-        return estimate(shape, dtype, device, free, **wanted, sharing=sharing)
+        return estimate(sized, dtype, device, free, **wanted, sharing=sharing)
 
-    opened = partial(TransformersDecoder, shape, checkpoint.traced, length=length, deterministic=deterministic)
+    opened = partial(
+        TransformersDecoder,
+        shape,
+        traced,
+        length=length,
+        threads=threads,
+        kernels=kernels,
+        deterministic=deterministic,
+    )
     if device.type == "cuda":
         whole = opened(checkpoint.model(dtype), device, dtype, slots=1, pages=1)
         return open_and_try(whole, find(free_memory(device)), wanted["step_tokens"])
-    sizing = find(free_memory(device) - checkpoint.weight_bytes(dtype))
+    sizing = find(free_memory(device) - checkpoint.weight_bytes(dtype) - twice)
     return opened(checkpoint.model(dtype), device, dtype, slots=sizing.slots, pages=sizing.pages), sizing
 
 

@@ -4,8 +4,9 @@ over the pages of our cache.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,13 +21,22 @@ from gpuinfer.text.checkpoint.transformers_trace import (
     growing_rotary,
     settle_rotary,
 )
-from gpuinfer.text.decoder.attention_plan import sees_of, segments_of
+from gpuinfer.text.decoder.attention_plan import positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.layered_cache import LayeredCache, attend_layer
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, reach_buckets, tiles, token_columns
 from gpuinfer.text.decoder.torch_cache import table_of
 from gpuinfer.text.decoder.torch_layers import PaddedGroup, StepBatch, mask
+from gpuinfer.text.precision import computes_in
 from gpuinfer.text.transformer import PAGE, Adapter, Shape, Step
 
+if TYPE_CHECKING:
+    from gpuinfer.text.decoder.cpu_product import Kind
+    from gpuinfer.text.decoder.traced_products import PackedModules
+
+logger = logging.getLogger("gpuinfer")
+TRYING = -1  # the layer of `_attend` while the model is tried
+TRIED_TOKENS = 8
+TRIED_WITHIN = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the largest logit: rounding, and no more
 TILE = 16  # tokens that `deterministic` always computes at once, padded; one where experts share them out
 
 
@@ -37,6 +47,9 @@ class TransformersDecoder:
     With `deterministic` tokens go through in tiles of one fixed size, so that a token's logits are the same bits
     whatever shares the step; of a mixture of experts one by one, as how many rows an expert has would change its sums.
     What the model's own code makes of one tile it must make of it again: that is all that is asked of it.
+
+    On a CPU with kernels of ours, matrix products, norms and attention inside the model's code are theirs
+    (`traced_products`, `traced_attention`), if the model answers with them as it does without, which is tried.
     """
 
     def __init__(
@@ -50,6 +63,8 @@ class TransformersDecoder:
         slots: int,
         pages: int,
         length: int,
+        threads: int = 1,
+        kernels: bool = False,
         deterministic: bool = False,
     ) -> None:
         self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
@@ -60,7 +75,9 @@ class TransformersDecoder:
         self._tile = 1 if traced.mixed else TILE
         self._uploads = Uploads(device)
         self._batch: StepBatch | None = None
-        self._layer = 0
+        self._layer: int | None = None  # whose attention comes next; None: no step
+        self._kind: Kind | None = None  # of products, where kernels of ours compute attention
+        self._packed: PackedModules | None = None
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._model = model.to(device)
@@ -68,6 +85,9 @@ class TransformersDecoder:
         modules = dict(model.named_modules())
         for name in dict.fromkeys(call.module for call in traced.calls):
             setattr(modules[name], DECODER_ATTRIBUTE, self._attend)
+        self._threads = threads
+        if kernels:
+            self._put_in_kernels()
         self.resize(slots, pages)
 
     def resize(self, slots: int, pages: int) -> None:
@@ -76,26 +96,38 @@ class TransformersDecoder:
         if self.device.type == "cuda":
             release_cached_memory()
         self.slots, self.pages = slots, pages
-        self._cache = LayeredCache(self._calls, pages, self.length, self.device, self.dtype)
+        if self._kind is None:
+            self._cache = LayeredCache(self._calls, pages, self.length, self.device, self.dtype)
+            return
+        from gpuinfer.text.decoder.traced_attention import PanelCache
+
+        self._cache = PanelCache(self._calls, pages, self.length, self.dtype, self._kind, self._threads)
 
     @torch.no_grad()
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
         if step.sees is not None or step.vectors is not None:
             raise RuntimeError("transformers' own code goes from left to right, by tokens alone")
+        if self._kind is not None:
+            return self._in_tiles_of_rows(step) if self.deterministic else self._in_place(step)
         self._cache.begin(step, self.deterministic)
         if self.deterministic:
             return self._in_tiles(step)
-        batch = batch_of(step, self._cache, self._windows, self._uploads)
+        self._batch = batch_of(step, self._cache, self._windows, self._uploads)
         (wanted,) = self._uploads.sent([step.wanted])
-        return self._logits(batch, wanted)
+        return self._logits(self._batch.tokens, self._batch.positions, wanted)
 
     @torch.no_grad()
     def states(self, step: Step) -> NDArray[np.float32]:
         """What the last norm gives of each token, [tokens, hidden]."""
-        self._cache.begin(step, False)
-        batch = batch_of(step, self._cache, self._windows, self._uploads)
-        found = self._through(self._model.base_model, batch).last_hidden_state[0]
+        if self._kind is not None:
+            self._cache.begin(step)
+            inputs = _inputs(step)
+        else:
+            self._cache.begin(step, False)
+            batch = self._batch = batch_of(step, self._cache, self._windows, self._uploads)
+            inputs = batch.tokens, batch.positions
+        found = self._through(self._model.base_model, *inputs).last_hidden_state[0]
         return np.asarray(found.float().cpu().numpy(), np.float32)
 
     @torch.no_grad()
@@ -110,12 +142,16 @@ class TransformersDecoder:
 
     def weight_tensors(self) -> Sequence[Tensor]:
         """See `step.Decoder.weight_tensors`."""
-        return list(self._model.parameters())
+        every = [one for one in self._model.parameters() if 0 not in one.stride()]
+        return every if self._packed is None else [*every, *self._packed.tensors()]
 
     @torch.no_grad()
     def pack(self, weights: Any) -> object:
         """Another model of the same configuration, as `swap` takes it: its tensors by name, on the device."""
-        packed = {name: tensor.to(self.device) for name, tensor in weights.state_dict().items()}
+        given = weights.state_dict().items()
+        if self._packed is not None:
+            return {name: self._packed.repacked(name, tensor) for name, tensor in given}
+        packed = {name: tensor.to(self.device) for name, tensor in given}
         if self.device.type == "cuda":
             event_behind(self.device).synchronize()
         return packed
@@ -126,7 +162,8 @@ class TransformersDecoder:
         assert isinstance(packed, dict)
         own = self._model.state_dict()
         for name, tensor in packed.items():
-            own[name].copy_(tensor)
+            if self._packed is None or not self._packed.take(name, tensor):
+                own[name].copy_(tensor)
 
     def pack_adapter(self, adapter: Adapter) -> object:
         """Raises `UsageError`: adapters are for native decoders."""
@@ -170,22 +207,71 @@ class TransformersDecoder:
             module.__dict__.pop(DECODER_ATTRIBUTE, None)
         self._model = self._cache = None
 
-    def _logits(self, batch: StepBatch, wanted: Tensor) -> Tensor:
+    def _in_place(self, step: Step) -> Tensor:
+        """A step whose attention reads the cache in place."""
+        self._cache.begin(step)
+        return self._logits(*_inputs(step), torch.from_numpy(step.wanted.astype(np.int64)))
+
+    def _in_tiles_of_rows(self, step: Step) -> Tensor:
+        """The same tile after tile, in the order of tokens: each finds all before it in the cache, or in its tile."""
+        answers = torch.empty((len(step.wanted), self.shape.vocabulary))
+        every = torch.arange(self._tile)
+        for first in range(0, len(step.tokens), self._tile):
+            part = rows_of_step(step, first, self._tile, self._cache.spare)
+            self._cache.begin(part)
+            found = self._logits(*_inputs(part), every)
+            asked_for = np.flatnonzero((step.wanted >= first) & (step.wanted < first + self._tile))
+            answers[asked_for] = found[step.wanted[asked_for].astype(np.int64) - first]
+        return answers
+
+    def _put_in_kernels(self) -> None:
+        """Have our own kernels compute products, norms and attention, unless the model answers otherwise then."""
+        from gpuinfer.text.decoder.compiled_decoder import product_kind
+        from gpuinfer.text.decoder.traced_products import PackedModules
+
+        compute = computes_in(self.dtype, self.device, deterministic=self.deterministic)
+        self._kind = product_kind(self.dtype, compute)
+        expected = self._tried()
+        self._packed = PackedModules(self._model, self.dtype, self._kind)
+        found = self._tried()
+        if torch.allclose(found, expected, rtol=0, atol=TRIED_WITHIN[self.dtype] * float(expected.abs().max())):
+            self.computes_in = compute
+            return
+        logger.warning(
+            "a %s model reads its weights in ways of its own: transformers' products compute it, which are slower",
+            self.shape.family,
+        )
+        self._packed.restore()
+        self._packed = None
+
+    @torch.no_grad()
+    def _tried(self) -> Tensor:
+        """Logits of some tokens that each attend to themselves alone, float32 [tokens, vocabulary]."""
+        tokens = torch.arange(TRIED_TOKENS) * 7 % self.shape.vocabulary
+        self._layer = TRYING
+        try:
+            numbers = torch.arange(TRIED_TOKENS)[None]
+            found: Tensor = self._model(input_ids=tokens[None], position_ids=numbers, use_cache=False).logits[0].float()
+        finally:
+            self._layer = None
+        return found
+
+    def _logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         """Through the model: float32 [wanted, vocabulary]."""
         given: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        found = self._through(self._model, batch, **given).logits[0]
+        found = self._through(self._model, tokens, positions, **given).logits[0]
         if len(found) != len(wanted):
             found = found.index_select(0, wanted)
         logits: Tensor = found.float()
         return logits
 
-    def _through(self, model: Any, batch: StepBatch, **given: Any) -> Any:
-        """What `model`, or a part of it, makes of all tokens of the batch, as one row."""
-        self._batch, self._layer = batch, 0
+    def _through(self, model: Any, tokens: Tensor, positions: Tensor, **given: Any) -> Any:
+        """What `model`, or a part of it, makes of these tokens, as one row."""
+        self._layer = 0
         try:
-            return model(input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False, **given)
+            return model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **given)
         finally:
-            self._batch = None
+            self._layer = self._batch = None
 
     def _attend(
         self,
@@ -202,13 +288,18 @@ class TransformersDecoder:
         """As transformers calls attention: queries, keys, values [1, heads, tokens, size]; gives [1, tokens, heads,
         value_dim].
         """
-        batch, layer = self._batch, self._layer
-        if batch is None:
+        layer = self._layer
+        if layer is None:
             raise RuntimeError("attention outside a step")
-        self._layer += 1
-        call = self._calls[layer]
-        self._cache.write(layer, batch.places, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        if layer == TRYING:
+            return of_itself(query[0], key[0], value[0])[None], None
+        self._layer = layer + 1
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if self._kind is not None:
+            return self._cache.attend(layer, query[0], key[0], value[0], scale, softcap, s_aux)[None], None
+        batch, call = self._batch, self._calls[layer]
+        assert batch is not None
+        self._cache.write(layer, batch.places, key[0].transpose(0, 1), value[0].transpose(0, 1))
         queries = query[0].transpose(0, 1)
         mixed = attend_layer(batch, queries, self._cache, layer, call.window, scale, softcap, s_aux, self.deterministic)
         return mixed[None], None
@@ -231,12 +322,41 @@ class TransformersDecoder:
                 window: mask(positions[:, None], sees[:, None], reach, window, self.dtype) for window in self._windows
             }
             group = PaddedGroup(1, reach, pages.view(table.shape), None, masks)
-            found = self._logits(StepBatch(ids, positions, places, (group,)), every)
+            self._batch = StepBatch(ids, positions, places, (group,))
+            found = self._logits(ids, positions, every)
             asked_for = np.isin(members, step.wanted)
             if asked_for.any():
                 into = torch.from_numpy(np.searchsorted(step.wanted, members[asked_for])).to(self.device)
                 answers.index_copy_(0, into, found[torch.from_numpy(np.flatnonzero(asked_for)).to(self.device)])
         return answers
+
+
+def of_itself(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[tokens, heads, value_dim] of tokens that attend to themselves alone, by how much they ask for."""
+    shared = len(query) // len(key)
+    key, value = (one.repeat_interleave(shared, dim=0) for one in (key, value))
+    return (value * (query * key).mean(-1, keepdim=True).sigmoid()).transpose(0, 1)
+
+
+def rows_of_step(step: Step, first: int, rows: int, spare: int) -> Step:
+    """`rows` tokens of a step from its `first` on, with one of the page `spare` for each that is not there."""
+    segments, places = segments_of(step)[first : first + rows], positions_of(step)[first : first + rows]
+    owners, firsts, counts = np.unique(segments, return_index=True, return_counts=True)
+    lone = rows - len(places)
+    table = np.full((len(owners) + lone, step.pages.shape[1]), spare, np.int32)
+    table[: len(owners)] = step.pages[owners]
+    return Step(
+        np.concatenate((step.tokens[first : first + rows], np.zeros(lone, np.int32))),
+        table,
+        np.concatenate((places[firsts], np.zeros(lone))).astype(np.int32),
+        np.concatenate((counts, np.ones(lone))).astype(np.int32),
+        np.arange(rows, dtype=np.int32),
+    )
+
+
+def _inputs(step: Step) -> tuple[Tensor, Tensor]:
+    """Its tokens and their positions, int64."""
+    return torch.from_numpy(step.tokens.astype(np.int64)), torch.from_numpy(positions_of(step))
 
 
 def fix_rotary_lengths(model: Any, length: int) -> None:
