@@ -29,6 +29,7 @@ class Repository:
     token: str | None = None  # without which nobody sees it
     sizes: Mapping[str, int] = field(default_factory=dict)
     forbidden: Collection[str] = ()  # files that nobody gets
+    cut: dict[str, int] = field(default_factory=dict)  # of these files the connection ends after so many bytes, once
 
 
 def repository_of(folder: Path, **more: Any) -> Repository:
@@ -44,6 +45,7 @@ class Hub:
     url: str
     repositories: dict[str, Repository] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    ranges: list[tuple[str, int]] = field(default_factory=list)  # of files that were sent: from which byte on
     down: bool = False  # whether it answers 503 to all
 
     @property
@@ -121,7 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _send_file(self, repository: Repository, name: str) -> None:
-        content = repository.files[name]
+        content, cut = repository.files[name], None
+        if self.command == "GET":
+            cut = repository.cut.pop(name, None)
         begin = int(self.headers.get("range", "bytes=0-")[6:].partition("-")[0])
         self.send_response(206 if begin else 200)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
@@ -131,7 +135,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content[begin:])
+            self.wfile.write(content[begin : None if cut is None else begin + cut])
+            self.server.hub.ranges.append((name, begin))  # type: ignore[attr-defined]
+        self.close_connection = self.close_connection or cut is not None
 
 
 def _size(name: str, repository: Repository) -> int:

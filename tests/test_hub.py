@@ -180,6 +180,28 @@ def test_a_fetch_that_broke_off_is_taken_up_by_the_next(gpuinfer, hub, cache):
     assert hub.fetched == ["model.safetensors"]
 
 
+def test_a_file_whose_connection_is_cut_goes_on_where_it_was(gpuinfer, hub, model, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # of 10 MB otherwise: what has come of one is lost
+    hub.repositories[NAME].cut = {"model.safetensors": 100_000}
+    assert first_answer(gpuinfer, NAME, "--download")[0] == first_answer(gpuinfer, model)[0]
+    assert [begin for name, begin in hub.ranges if name == "model.safetensors"] == [0, 100_000]
+
+
+@pytest.mark.thorough
+def test_tune_and_bench_serve_take_a_name_of_the_cache(gpuinfer, cached):
+    Path("p.jsonl").write_text('{"prompt": "Hello"}\n' * 4)
+    words = ("--max-new-tokens", "2", "--input", "p.jsonl", "--budget", "10s", "--quiet")
+    code, out, errors = gpuinfer("tune", "generate", "--model", NAME, *words)
+    assert code == 0, errors
+    assert f"gpuinfer generate --model {NAME}" in " ".join(out.split())
+    words = ("--output-tokens", "2", "--rate", "4", "--duration", "1s", "--json", "found.json")
+    code, _, errors = gpuinfer("bench", "serve", "--model", NAME, *words)
+    assert code == 0, errors
+    assert json.loads(Path("found.json").read_text())["runs"][0]["errors"]["failed"] == 0
+
+
 def test_a_token_comes_from_the_environment(gpuinfer, hub, monkeypatch):
     hub.repositories[NAME].token = "hf_right"
     assert "or it is private" in refusal(gpuinfer, NAME, "--download")[1]

@@ -271,6 +271,13 @@ def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
     assert few < more < device["batch"]["estimated_bytes"]
 
 
+def test_a_draft_s_weights_and_cache_are_part_of_the_estimate():
+    (_, plain), (_, drafted) = (examined(TEXT, [2], context=64, **more) for more in ({}, {"draft": "tiny"}))
+    more = {name: drafted["batch"][name] - plain["batch"][name] for name in BYTES}
+    assert more["weights_bytes"] == plain["batch"]["weights_bytes"]  # the model is its own draft
+    assert more["cache_bytes"] == 2 * plain["batch"]["cache_bytes"]  # of four rows, and the model has two
+
+
 @pytest.mark.parametrize("spec", [ROWS, TEXT], ids=["rows", "text"])
 def test_stages_add_up_to_the_memory_that_they_share(spec, no_probe):
     found, device = examined(spec, [48], parallel="pipeline", split_points=[1])

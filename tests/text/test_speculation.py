@@ -12,6 +12,7 @@ from text.test_generator_models import TEXTS, opened
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 from text.toy import add, alone, finish, prompt, run, toy_generator
 
+from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.generator.draft_model import DraftModel
@@ -222,8 +223,9 @@ def test_a_draft_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no model folder"):
         opened(tiny_checkpoint("llama"), draft="none/such")
     for given in ({"speculate": "draft"}, {"speculate": "lookup", "draft": "tiny"}):
-        with pytest.raises(ValueError, match="belong together"):
-            TorchModelOptions(**given)
+        for options in (TorchModelOptions, FleetBackend.Options):
+            with pytest.raises(ValueError, match="belong together"):
+                options(**given)
 
 
 def test_a_run_has_the_same_answers_and_says_what_came_of_it(gpuinfer, empty_folder):
