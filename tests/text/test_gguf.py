@@ -30,7 +30,9 @@ from text.tiny import TEXT, copy_of, llama_tokenizer, tiny_checkpoint
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Rendering
+from gpuinfer.lab.verify.transformers_child import TransformersAnswerer
 from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint.gguf_file import open_gguf_file
 from gpuinfer.text.language import open_language
 
 CHAT = ({"role": "user", "content": "Why is the sea green?"}, {"role": "assistant", "content": "It is not."})
@@ -450,3 +452,35 @@ def test_gemma_3_is_computed_by_transformers_from_the_file(tmp_path):
         torch.testing.assert_close(read(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
     open_language(found.language, found.shape)
     assert found.fingerprint != opened(gguf_of(tiny_checkpoint("llama"), tmp_path / "other.gguf")).fingerprint
+
+
+class Answers:
+    """A channel that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
+def test_transformers_reads_the_tokens_of_the_file_when_it_is_asked_beside_us(tmp_path):
+    file, channel = gguf_of(tiny_checkpoint("llama"), tmp_path / "m.gguf"), Answers()
+    texts = ["The quick brown fox", "  two spaces"]
+    answerer = TransformersAnswerer(channel, str(tmp_path / "no folder"), str(file), "cpu", 1, 8)
+    answerer.tokens([(text, False) for text in texts], [])
+    found = opened(file)
+    ours = open_language(found.language, found.shape).encode(
+        [Prompt(text=text, special_tokens=False) for text in texts]
+    )
+    assert [one["ids"] for one in channel.sent[0]["texts"]] == [tokens.tolist() for tokens in ours]
+
+
+def test_a_file_in_pieces_is_told_from_one_that_is_split(tmp_path):
+    whole = gguf_of(tiny_checkpoint("llama"), tmp_path / "m.gguf")
+    halves = [tmp_path / "m.part0", tmp_path / "m.part1"]
+    for place, content in zip(halves, (whole.read_bytes()[:5000], whole.read_bytes()[5000:]), strict=True):
+        place.write_bytes(content)
+    assert open_gguf_file(halves).in_pieces
+    assert not open_gguf_file([whole]).in_pieces
+    assert not open_gguf_file(split_in_two(tiny_checkpoint("llama"), tmp_path)[:1]).in_pieces
