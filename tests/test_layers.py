@@ -108,6 +108,7 @@ FACADES: dict[str, set[str]] = {
     },
     "library": {
         "batcher",
+        "chat_answers",
         "choices",
         "game_folder",
         "llm",
