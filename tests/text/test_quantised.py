@@ -23,21 +23,20 @@ from gpuinfer.text.decoder import cpu_quantised, torch_layers
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.cpu_math import SOURCES
 from gpuinfer.text.decoder.cpu_quantised import (
-    VNNI,
+    product_kinds,
     quantised_panel_bytes,
-    quantised_panels,
     quantised_product,
+    row_kind,
     row_length,
-    weight_of_quantised,
 )
-from gpuinfer.text.decoder.rounding import GROUP, HALF
+from gpuinfer.text.decoder.cpu_rounding import quantised_panels, weight_of_quantised
+from gpuinfer.text.decoder.rounding import GROUP, HALF, HEAD_BITS
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.transformer import Linear
 
 kernels = pytest.mark.skipif(not cpu_available(torch.float32), reason="this processor has no FMA")
 each_width = pytest.mark.parametrize("bits", [8, 4])
 SIZES = [(1, 1), (16, 64), (37, 45), (200, 300), (130, 640), (33, 1000)]
-KINDS = ["bytes", "floats"] if VNNI else ["floats"]
 DTYPES = {"bytes": np.int8, "floats": np.float32}
 UNTOUCHED = 7.0
 
@@ -53,7 +52,8 @@ def all_rows(source, inner, out):
 
 
 def rows_of(values, kind):
-    out = np.zeros((len(values), row_length(values.shape[1], kind)), DTYPES[kind])
+    """Rows as a kind of product takes them."""
+    out = np.zeros((len(values), row_length(values.shape[1], row_kind(kind))), DTYPES[row_kind(kind)])
     all_rows(values.numpy(), values.shape[1], out)
     return out
 
@@ -94,13 +94,37 @@ def test_panels_hold_what_the_rounded_weight_is(columns, inner, bits):
 
 @kernels
 @each_width
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_rounding_gives_the_very_numbers_of_torch(dtype, bits):
+    weights = [drawn(37, 145), drawn(3, 32).abs() + 3, drawn(200, 64) * 1e-20, torch.zeros(5, 70)]
+    for weight in (one.to(dtype) for one in weights):
+        expected = torch_layers.quantised_linear(weight, None, bits).dequantised(torch.float32)
+        assert torch.equal(weight_of_quantised(quantised_panels(weight, bits), *weight.shape, bits), expected)
+
+
+@kernels
+@each_width
+def test_a_weight_that_is_not_finite_gives_nan_in_its_group_alone(bits):
+    weight = drawn(20, 130)
+    weight[1, 7], weight[2, 129], weight[3, 64] = math.nan, math.inf, -math.inf
+    again = weight_of_quantised(quantised_panels(weight, bits), 20, 130, bits)
+    assert not again[1, 7].isfinite()
+    assert not again[2, 129].isfinite()
+    assert not again[3, 64].isfinite()
+    assert again[0].isfinite().all()
+    assert again[4:].isfinite().all()
+    assert again[1:4, 32:64].isfinite().all() if bits == 4 else again[2:4, :64].isfinite().all()
+
+
+@kernels
+@each_width
 @pytest.mark.parametrize(("columns", "inner"), SIZES)
 def test_a_product_is_that_of_the_rounded_numbers_with_the_same_bits_in_any_company_and_kind(columns, inner, bits):
     values, weight = drawn(40, inner, seed=1), drawn(columns, inner)
     panels = quantised_panels(weight, bits)
     exact = rounded(values).double() @ weight_of_quantised(panels, columns, inner, bits).double().T
     whole = None
-    for kind in KINDS:
+    for kind in product_kinds(bits):
         rows = rows_of(values, kind)
         found = product(kind, bits, rows, columns, inner, panels)
         np.testing.assert_allclose(found, exact.numpy(), rtol=0, atol=2e-6 * inner)
@@ -113,13 +137,14 @@ def test_a_product_is_that_of_the_rounded_numbers_with_the_same_bits_in_any_comp
 
 
 @kernels
-def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone():
+@pytest.mark.parametrize("kind", product_kinds(8))
+def test_a_row_that_is_not_finite_gives_nan_and_leaves_the_others_alone(kind):
     values, weight = drawn(4, 130, seed=1), drawn(20, 130)
     panels = quantised_panels(weight, 8)
-    before = product(KINDS[0], 8, rows_of(values, KINDS[0]), 20, 130, panels)
+    before = product(kind, 8, rows_of(values, kind), 20, 130, panels)
     values[1, 7], values[2, 129] = math.nan, math.inf
     values[3] = 0
-    after = product(KINDS[0], 8, rows_of(values, KINDS[0]), 20, 130, panels)
+    after = product(kind, 8, rows_of(values, kind), 20, 130, panels)
     assert np.array_equal(after[0], before[0])
     assert np.isnan(after[1:3]).all()
     assert (after[3] == 0).all()
@@ -133,7 +158,7 @@ TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, LLAMA.voc
 def of_rounded(weights, bits):
     """The same weights, with what their matrices are rounded to."""
 
-    def linear(given):
+    def linear(given, bits=bits):
         out, inner = given.weight.shape
         again = weight_of_quantised(quantised_panels(given.weight, bits), out, inner, bits)
         return Linear(again.to(given.weight.dtype), given.bias)
@@ -143,7 +168,7 @@ def of_rounded(weights, bits):
         replace(layer, **{name: linear(getattr(layer, name)) for name in names if len(getattr(layer, name).weight)})
         for layer in weights.layers
     )
-    head = linear(weights.head)
+    head = linear(weights.head, HEAD_BITS)
     tied = weights.head.weight.data_ptr() == weights.embedding.data_ptr()
     return replace(weights, layers=layers, head=head, embedding=head.weight if tied else weights.embedding)
 
@@ -169,9 +194,9 @@ def test_the_compiled_decoder_computes_what_torch_does_with_rounded_rows_and_wei
         assert one.computes_in == "int8"
     monkeypatch.setattr(torch_layers, "projected", lambda x, one: F.linear(rounded(x), one.weight, one.bias))
     with in_torch(SHAPES[shape], of_rounded(weights, bits)) as other:
-        # A value on the border between two whole numbers may fall to either side.
+        # A value on the border between two whole numbers may fall to either side. Logits go to 20.
         assert (found - other.forward(step)).abs().median() < 1e-3
-        assert (found - other.forward(step)).abs().max() < 0.05
+        assert (found - other.forward(step)).abs().max() < 0.2
 
 
 @kernels

@@ -64,8 +64,8 @@ def estimate_memory(
 def model_weight_bytes(
     layout: TensorLayout, dtype: torch.dtype, quantised: WeightFormat | None = None, own: bool = False
 ) -> int:
-    """Matrices and biases in `dtype`, norms in float32; with `quantised` matrices in that, but for embeddings, of which
-    a head of its own remains besides in torch.
+    """Matrices and biases in `dtype`, norms in float32; with `quantised` matrices in that, the head in int8, but for
+    embeddings, of which a head of its own remains besides in torch.
     """
     total = 0
 
@@ -85,7 +85,8 @@ def model_weight_bytes(
     experts = [one for layer in weights.layers if layer.mixture for one in (layer.mixture.up, layer.mixture.down)]
     head, kept = weights.head.weight, layout.shape.tied and not own
     before = sum(one.numel() for one in (*of_layers, *experts, *([] if kept else [head]))) * dtype.itemsize
-    return total - before + sum(quantised_bytes(one.shape, quantised) for one in (*of_layers, *experts, head))
+    after = sum(quantised_bytes(one.shape, quantised) for one in (*of_layers, *experts))
+    return total - before + after + quantised_bytes(head.shape, "int8")
 
 
 def quantised_bytes(size: Sequence[int], quantised: WeightFormat) -> int:

@@ -28,12 +28,12 @@ from gpuinfer.text.decoder.cpu_quantised import (
     quantised_product,
     row_kind,
     row_length,
-    weight_of_quantised,
 )
+from gpuinfer.text.decoder.cpu_rounding import weight_of_quantised
 from gpuinfer.text.decoder.cpu_step import MOST_PANELS, ROW_BLOCK, ROWS_AT_ONCE, serve
 from gpuinfer.text.decoder.cpu_threads import Threads
 from gpuinfer.text.decoder.cpu_weights import LoadedAdapters, PackedAdapter, PackedWeights, SortedStep, packed, tied
-from gpuinfer.text.decoder.rounding import GROUP
+from gpuinfer.text.decoder.rounding import GROUP, HEAD_BITS
 from gpuinfer.text.decoder.torch_layers import normed
 from gpuinfer.text.precision import FLOAT32, computes_in
 from gpuinfer.text.transformer import PAGE, Adapter, Norm, Shape, Step, Weights
@@ -54,7 +54,7 @@ class CpuDecoder:
     Sums and what lies between products are float32, and a row's logits depend neither on what shares its step nor on
     `threads`, bit by bit. Where the processor multiplies bfloat16 by itself, and `deterministic` is not set, such
     weights meet rows that are rounded to bfloat16; else rows of float32, with the same sums on any processor. With
-    `bits` matrices are rounded to so many, and meet rows of 8 bits (`cpu_quantised`).
+    `bits` matrices are rounded to so many, the head to HEAD_BITS, and meet rows of 8 bits (`cpu_quantised`).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class CpuDecoder:
             stored = torch.from_numpy(self._packed.model[0])
             return stored if self._dtype == torch.float32 else stored.view(torch.int16).view(torch.bfloat16)
         head, sizes = self._packed.kept[self._packed.head], (self.shape.vocabulary, self.shape.hidden)
-        return weight_of_quantised(head, *sizes, self._bits) if self._bits else weight_in(head, *sizes)
+        return weight_of_quantised(head, *sizes, HEAD_BITS) if self._bits else weight_in(head, *sizes)
 
     def weight_tensors(self) -> Sequence[Tensor]:
         """See `step.Decoder.weight_tensors`. bfloat16 is there as its bits in int16, what is quantised as bytes."""
@@ -257,6 +257,10 @@ class CpuDecoder:
                 quantised_panel_bytes(GROUP, self._bits) if self._bits else together * TILE * stored
             ),
             cpu_sizes.WEIGHT_BITS: self._bits or 0,
+            cpu_sizes.HEAD_ROUND_BYTES: (
+                quantised_panel_bytes(GROUP, HEAD_BITS) if self._bits else together * TILE * stored
+            ),
+            cpu_sizes.HEAD_BITS: HEAD_BITS if self._bits else 0,
             cpu_sizes.OPERAND: self._operand.itemsize if self._bits else self._multiplied.itemsize,
             cpu_sizes.STORED: stored,
             cpu_sizes.MULTIPLIED: self._multiplied.itemsize,
@@ -331,9 +335,10 @@ class CpuDecoder:
         own = (self._scratch(rows), self._adapters.tables)
         widened = self._adapters.rank or shape.experts is not None
         wide, product = product_with("float32").address if widened else 0, product_with(self._kind).address
-        of_weights = product if self._bits is None else quantised_product(self._bits, row_kind()).address
+        of_weights = product if self._bits is None else quantised_product(self._bits).address
+        of_head = product if self._bits is None else quantised_product(HEAD_BITS).address
         sched_yield = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
-        first = (product, sched_yield, wide, self._pool.address, of_weights)
+        first = (product, sched_yield, wide, self._pool.address, of_weights, of_head)
         addresses = np.array([*first, *self._packed.addresses], np.int64)
         eps, model = float(shape.norm_eps), self._packed.model
         arguments = (self._sizes, addresses, eps, self._step, self._attention, model, shared, own)

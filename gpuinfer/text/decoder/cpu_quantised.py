@@ -3,9 +3,9 @@
 A row's values are whole numbers from -127 to 127 times a scale of their group of GROUP terms (`quantise_row`). So are
 weights of 8 bits, each column by itself; weights of 4 bits are whole numbers from 0 to 15 times a scale, and a minimum,
 of each HALF of a group. The sum of a group's products is a whole number below 2²⁴, the same however it is computed: as
-int32 by the processor's products of four bytes (VNNI), by its matrix unit, or in float32. Then groups are added up in
-order, scaled, by fused multiplications and additions. So bits depend neither on the kind of product nor on what else is
-among the rows, on any processor.
+int32 by the processor's products of four bytes (VNNI), by its matrix unit, by products of two bytes in int16 (AVX2), or
+in float32. Then groups are added up in order, scaled, by fused multiplications and additions. So bits depend neither on
+the kind of product nor on what else is among the rows, on any processor.
 
 A panel has 16 columns. For each group it has, of 8 bits, 16 lines of [16 columns, 4 terms] bytes and a line of float32
 scales; of 4 bits, for each half, 4 lines of [16 columns, 4 + 4 terms], the first four in the lower halves of bytes, and
@@ -18,21 +18,19 @@ sum of the values (int32), and the scale × the sum of the values of either half
 from __future__ import annotations
 
 import functools
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numpy.typing import NDArray
 
 from gpuinfer.models.kernel_cache import c_compiler
 from gpuinfer.text.decoder.cpu_block import (
     BYTE,
+    I16,
     LINE,
     LINES_AHEAD,
     MOST_ROWS,
@@ -66,20 +64,29 @@ from gpuinfer.text.decoder.cpu_math import (
     splat,
     sum_of_none,
 )
-from gpuinfer.text.decoder.cpu_panels import MemoryArena, kind_of_bfloat16
+from gpuinfer.text.decoder.cpu_panels import kind_of_bfloat16
 from gpuinfer.text.decoder.cpu_product import WIDTHS, configure, load_tile, release, store_tile
-from gpuinfer.text.decoder.rounding import GROUP, HALF, LARGEST, TINY, rounded_to_4, rounded_to_8
+from gpuinfer.text.decoder.rounding import GROUP, HALF, LARGEST, TINY
 
 WeightBits = Literal[8, 4]
 RowKind = Literal["bytes", "floats"]
+ProductKind = Literal["tiles", "vnni", "pairs", "floats"]
 LINES = {8: 17, 4: 10}  # of a group of a panel
 FACTS = 4  # words of a group of a row
 VNNI = {"+avx512vnni", "+avxvnni"} & set(FEATURES.split(","))
 
 
-def row_kind() -> RowKind:
-    """What products here take rows as."""
-    return "bytes" if VNNI else "floats"
+def product_kinds(bits: WeightBits) -> list[ProductKind]:
+    """How this processor can multiply rows with weights of so many bits, the fastest first."""
+    kinds: list[ProductKind] = ["tiles"] if bits == 8 and VNNI and has_tiles() else []
+    kinds += ["vnni"] if VNNI else []
+    kinds += ["pairs"] if "+avx2" in FEATURES.split(",") else []
+    return [*kinds, "floats"]
+
+
+def row_kind(kind: ProductKind | None = None) -> RowKind:
+    """What a kind of product takes rows as; None: the fastest here."""
+    return "floats" if (kind or product_kinds(4)[0]) == "floats" else "bytes"
 
 
 def groups_of(inner: int) -> int:
@@ -94,73 +101,6 @@ def row_length(inner: int, kind: RowKind) -> int:
 
 def quantised_panel_bytes(inner: int, bits: WeightBits) -> int:
     return groups_of(inner) * LINES[bits] * LINE
-
-
-def quantised_panels(weight: torch.Tensor, bits: WeightBits, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """A weight [out, in], rounded to so many bits, in panels: [out / 16, `quantised_panel_bytes`]."""
-    columns, inner = weight.shape
-    count, groups = -(-columns // TILE), groups_of(inner)
-    size = (count, quantised_panel_bytes(inner, bits))
-    panels = np.zeros(size, np.uint8) if out is None else out.reshape(size)
-    if not inner:
-        return panels
-    stored = torch.from_numpy(panels).view(count, groups, LINES[bits] * LINE)
-    for first in range(0, count, PANELS_AT_ONCE):
-        some = weight[first * TILE : (first + PANELS_AT_ONCE) * TILE].float()
-        high = -(-len(some) // TILE)
-        padded = some.new_zeros((high * TILE, groups * GROUP))
-        padded[: len(some), :inner] = some
-        target = stored[first : first + high]
-        if bits == 8:
-            whole, scales = rounded_to_8(padded.view(high, TILE, groups, GROUP))
-            fours = target.view(torch.int32)
-            lines = whole.view(torch.int32).view(high, TILE, groups, GROUP // 4).permute(0, 2, 3, 1)
-            fours[:, :, : GROUP * TILE // 4].view(high, groups, GROUP // 4, TILE).copy_(lines)
-            fours[:, :, GROUP * TILE // 4 :] = scales.view(torch.int32).transpose(1, 2)
-            continue
-        whole, scales, least = rounded_to_4(padded.view(high, TILE, 2 * groups, HALF))
-        low, upper = whole.view(high, TILE, 2 * groups, HALF // 8, 2, 4).unbind(4)
-        halves = target.view(torch.int32).view(high, 2 * groups, LINES[4] * LINE // 8)
-        lines = (low | upper << 4).view(torch.int32).squeeze(-1).permute(0, 2, 3, 1)
-        halves[:, :, : HALF * TILE // 8].view(high, 2 * groups, HALF // 8, TILE).copy_(lines)
-        halves[:, :, HALF * TILE // 8 :] = torch.stack([scales, least], 3).view(torch.int32).squeeze(-1).transpose(1, 2)
-    return panels
-
-
-PANELS_AT_ONCE = 256  # that are rounded together
-
-
-def pack_quantised(weight: torch.Tensor, bits: WeightBits, arena: MemoryArena, pool: Executor) -> NDArray[np.uint8]:
-    """As `quantised_panels`, in the arena; the pool's threads share the work."""
-    columns, inner = weight.shape
-    each, count = quantised_panel_bytes(inner, bits), -(-columns // TILE)
-    panels = arena.take(count * each).reshape(count, each)
-
-    def some(first: int) -> None:
-        end = min(count, first + PANELS_AT_ONCE)
-        quantised_panels(weight.detach()[first * TILE : end * TILE], bits, panels[first:end])
-
-    list(pool.map(some, range(0, count, PANELS_AT_ONCE)))
-    return panels
-
-
-def weight_of_quantised(panels: NDArray[np.uint8], out: int, inner: int, bits: WeightBits) -> torch.Tensor:
-    """The weight float32 [out, inner] that `quantised_panels` has rounded."""
-    count, groups = len(panels), groups_of(inner)
-    if bits == 8:
-        stored = torch.from_numpy(panels).view(count, groups, LINES[8] * LINE)
-        lines = stored[:, :, : GROUP * TILE].contiguous().view(torch.int8)
-        whole = lines.view(count, groups, GROUP // 4, TILE, 4).permute(0, 3, 1, 2, 4).float()
-        scales = stored[:, :, GROUP * TILE :].contiguous().view(torch.float32).transpose(1, 2)
-        found = whole.reshape(count, TILE, groups, GROUP) * scales[..., None]
-    else:
-        stored = torch.from_numpy(panels).view(count, 2 * groups, LINES[4] * LINE // 2)
-        lines = stored[:, :, : HALF * TILE // 2].reshape(count, 2 * groups, HALF // 8, TILE, 1, 4)
-        whole = torch.cat([lines & 15, lines >> 4], 4).permute(0, 3, 1, 2, 4, 5).float()
-        pairs = stored[:, :, HALF * TILE // 2 :].contiguous().view(torch.bfloat16).view(count, 2 * groups, TILE, 2)
-        scales, least = pairs.float().transpose(1, 2).unbind(-1)
-        found = whole.reshape(count, TILE, 2 * groups, HALF) * scales[..., None] + least[..., None]
-    return found.reshape(count * TILE, groups * GROUP)[:out, :inner].contiguous()
 
 
 @called
@@ -218,6 +158,7 @@ def quantise_group(typing, source, begin, count, out, facts):
 
 
 BYTES = ir.VectorType(BYTE, TILE)
+PAIRS_OF_BYTES = ir.VectorType(I16, 2 * TILE)
 
 
 def _largest_of_group(builder, given, begin, count):
@@ -282,24 +223,24 @@ TILED_ROWS = 4  # with fewer, vectors are as fast as the matrix unit
 
 
 @functools.cache
-def quantised_product(bits: WeightBits, kind: RowKind) -> Any:
-    """The compiled product, as those of `cpu_product`: `lda` in values of a row."""
+def quantised_product(bits: WeightBits, kind: ProductKind | None = None) -> Any:
+    """The compiled product, as those of `cpu_product`: `lda` in values of a row. None: of the fastest kind here."""
     functions = {
-        (8, "bytes"): product_8_tiles if has_tiles() else product_8_bytes,
+        (8, "tiles"): product_8_tiles,
+        (8, "vnni"): product_8_vnni,
+        (8, "pairs"): product_8_pairs,
         (8, "floats"): product_8_floats,
-        (4, "bytes"): product_4_bytes,
+        (4, "vnni"): product_4_vnni,
+        (4, "pairs"): product_4_pairs,
         (4, "floats"): product_4_floats,
     }
-    return c_compiler(SOURCES, types.void(*[types.int64] * 8), _nrt=False, error_model="numpy")(functions[bits, kind])
-
-
-def product_8_bytes(rows, columns, inner, a, lda, panels, c, ldc):
-    blocks(8, 1, rows, columns, inner, a, lda, panels, c, ldc)
+    function = functions[bits, kind or product_kinds(bits)[0]]
+    return c_compiler(SOURCES, types.void(*[types.int64] * 8), _nrt=False, error_model="numpy")(function)
 
 
 def product_8_tiles(rows, columns, inner, a, lda, panels, c, ldc):
     if rows < TILED_ROWS:
-        blocks(8, 1, rows, columns, inner, a, lda, panels, c, ldc)
+        blocks(8, "vnni", 1, rows, columns, inner, a, lda, panels, c, ldc)
         return
     groups, configured = (inner + GROUP - 1) // GROUP, 0
     apart = groups * (17 * LINE)
@@ -315,20 +256,32 @@ def product_8_tiles(rows, columns, inner, a, lda, panels, c, ldc):
     release()
 
 
+def product_8_vnni(rows, columns, inner, a, lda, panels, c, ldc):
+    blocks(8, "vnni", 1, rows, columns, inner, a, lda, panels, c, ldc)
+
+
+def product_8_pairs(rows, columns, inner, a, lda, panels, c, ldc):
+    blocks(8, "pairs", 1, rows, columns, inner, a, lda, panels, c, ldc)
+
+
 def product_8_floats(rows, columns, inner, a, lda, panels, c, ldc):
-    blocks(8, 4, rows, columns, inner, a, lda, panels, c, ldc)
+    blocks(8, "floats", 4, rows, columns, inner, a, lda, panels, c, ldc)
 
 
-def product_4_bytes(rows, columns, inner, a, lda, panels, c, ldc):
-    blocks(4, 1, rows, columns, inner, a, lda, panels, c, ldc)
+def product_4_vnni(rows, columns, inner, a, lda, panels, c, ldc):
+    blocks(4, "vnni", 1, rows, columns, inner, a, lda, panels, c, ldc)
+
+
+def product_4_pairs(rows, columns, inner, a, lda, panels, c, ldc):
+    blocks(4, "pairs", 1, rows, columns, inner, a, lda, panels, c, ldc)
 
 
 def product_4_floats(rows, columns, inner, a, lda, panels, c, ldc):
-    blocks(4, 4, rows, columns, inner, a, lda, panels, c, ldc)
+    blocks(4, "floats", 4, rows, columns, inner, a, lda, panels, c, ldc)
 
 
 @inlined
-def blocks(bits, size, rows, columns, inner, a, lda, panels, c, ldc):
+def blocks(bits, kind, size, rows, columns, inner, a, lda, panels, c, ldc):
     """The product in blocks of equal height, within a row. `size`: bytes of a row's value."""
     count = (rows + MOST_ROWS - 1) // MOST_ROWS
     if count == 0:
@@ -341,7 +294,7 @@ def blocks(bits, size, rows, columns, inner, a, lda, panels, c, ldc):
         for number in range(count):
             first, last = rows * number // count, rows * (number + 1) // count
             quantised_block(
-                bits, size, last - first, groups, a + first * lda * size, lda * size, weight, apart,
+                bits, kind, last - first, groups, a + first * lda * size, lda * size, weight, apart,
                 c + 4 * (first * ldc + column), 4 * ldc, columns - column,
             )  # fmt: skip
 
@@ -426,11 +379,9 @@ def _write_tiled(tall, builder, rows, groups, a, lda, weight, apart, c, ldc, col
 
 
 @intrinsic
-def quantised_block(typing, bits, size, rows, groups, a, lda, panels, apart, c, ldc, columns):
-    """c = a · panels, as `cpu_block.block`, of weights of so many `bits` and rows whose values take `size` bytes, both
-    literals.
-    """
-    if not isinstance(bits, types.IntegerLiteral) or not isinstance(size, types.IntegerLiteral):
+def quantised_block(typing, bits, kind, rows, groups, a, lda, panels, apart, c, ldc, columns):
+    """c = a · panels, as `cpu_block.block`, of weights of so many `bits` by a `kind` of product, both literals."""
+    if not isinstance(bits, types.IntegerLiteral) or not isinstance(kind, types.StringLiteral):
         return None
 
     def generate(context, builder, signature, values):
@@ -440,32 +391,33 @@ def quantised_block(typing, bits, size, rows, groups, a, lda, panels, apart, c, 
             case = builder.append_basic_block(f"rows{count}")
             choice.add_case(llvm_number(count), case)
             builder.position_at_end(case)
-            name = f"quantised_{bits.literal_value}_{size.literal_value}_{count}"
-            write = partial(_write, bits.literal_value, size.literal_value, count, panels_for(count))
+            name = f"quantised_{bits.literal_value}_{kind.literal_value}_{count}"
+            write = partial(_write, bits.literal_value, kind.literal_value, count, panels_for(count))
             builder.call(own_function(builder.module, name, 8, write), values[3:])
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(bits, size, *[types.int64] * 9), generate
+    return types.void(bits, kind, *[types.int64] * 9), generate
 
 
-def _write(bits, size, rows, panels, builder, groups, a, lda, weight, apart, c, ldc, columns):
+def _write(bits, kind, rows, panels, builder, groups, a, lda, weight, apart, c, ldc, columns):
     """A group's sums are kept in registers, and added to those of all groups at its end."""
     there = builder.udiv(builder.add(columns, llvm_number(TILE - 1)), llvm_number(TILE))
+    size = 4 if kind == "floats" else 1
     values = Pointers.of_rows(builder, a, lda, rows)
     behind = builder.add(a, builder.mul(groups, llvm_number(size * GROUP)))
     facts = Pointers.of_rows(builder, behind, lda, rows)
     weights = Pointers.of_panels(builder, weight, apart, panels, there)
     sums = [[sum_of_none(builder) for _ in range(panels)] for _ in range(rows)]
-    kind = BITS if size == 1 else WIDE
-    parts = [[cgutils.alloca_once(builder, kind) for _ in range(panels)] for _ in range(rows)]
+    part_kind = {"floats": WIDE, "vnni": BITS, "pairs": BITS if bits == 8 else PAIRS_OF_BYTES}[kind]
+    parts = [[cgutils.alloca_once(builder, part_kind) for _ in range(panels)] for _ in range(rows)]
     lines = 16 if bits == 8 else 4
     with cgutils.for_range_slice(builder, llvm_number(0), groups, llvm_number(1)):
         for half in range(1 if bits == 8 else 2):
             for place, row in zip(facts.places(), parts, strict=True):
-                begin = ir.Constant(kind, None)
-                if bits == 8 and size == 1:
+                begin = ir.Constant(part_kind, None)
+                if bits == 8 and kind == "vnni":
                     begin = _splat_word(builder, _at(builder, place, 4, I32))
                 for part in row:
                     builder.store(begin, part)
@@ -477,7 +429,7 @@ def _write(bits, size, rows, panels, builder, groups, a, lda, weight, apart, c, 
                     for place in places:
                         prefetch(builder, builder.ptrtoint(builder.gep(place, [llvm_number(LINE * LINES_AHEAD)]), I64))
                 terms = builder.mul(line, llvm_number(size * (4 if bits == 8 else 8)))
-                _add_line(builder, bits, size, [builder.gep(place, [terms]) for place in values.places()], read, parts)
+                _add_line(builder, bits, kind, [builder.gep(place, [terms]) for place in values.places()], read, parts)
             _add_group(builder, bits, half, facts.places(), weights.places(), parts, sums)
             values.move(llvm_number(size * (GROUP if bits == 8 else HALF)))
             weights.move(llvm_number(LINE * (LINES[8] if bits == 8 else LINES[4] // 2)))
@@ -491,20 +443,28 @@ def _write(bits, size, rows, panels, builder, groups, a, lda, weight, apart, c, 
     )  # fmt: skip
 
 
-def _add_line(builder, bits, size, values, read, parts):
+def _add_line(builder, bits, kind, values, read, parts):
     """Add the products of a line's terms: 4 of 8 bits, or 4 and 4 of 4 bits."""
-    if size == 1:
-        if bits == 8:  # the processor takes them from 0 to 255
-            sides = [[builder.xor(line, _words(-0x7F7F7F80)) for line in read]]
-        else:
-            low = [builder.and_(line, _words(0x0F0F0F0F)) for line in read]
-            sides = [low, [builder.and_(builder.lshr(line, _words(4)), _words(0x0F0F0F0F)) for line in read]]
-        for number, side in enumerate(sides):
-            for place, row in zip(values, parts, strict=True):
-                four = _splat_word(builder, _at(builder, place, 4 * number, I32))
-                for part, line in zip(row, side, strict=True):
-                    builder.store(_products_of_bytes(builder, builder.load(part), line, four), part)
+    if kind == "floats":
+        _add_floats(builder, bits, values, read, parts)
         return
+    if bits == 8:
+        sides = [read]
+        if kind == "vnni":  # which takes weights from 0 to 255
+            sides = [[builder.xor(line, _words(-0x7F7F7F80)) for line in read]]
+    else:
+        low = [builder.and_(line, _words(0x0F0F0F0F)) for line in read]
+        sides = [low, [builder.and_(builder.lshr(line, _words(4)), _words(0x0F0F0F0F)) for line in read]]
+    add = {("vnni", 8): _fours_added, ("vnni", 4): _fours_added, ("pairs", 8): _signed_pairs_added}
+    for number, side in enumerate(sides):
+        for place, row in zip(values, parts, strict=True):
+            four = _splat_word(builder, _at(builder, place, 4 * number, I32))
+            for part, line in zip(row, side, strict=True):
+                found = add.get((kind, bits), _pairs_added)(builder, builder.load(part), line, four)
+                builder.store(found, part)
+
+
+def _add_floats(builder, bits, values, read, parts):
     for term in range(4 if bits == 8 else 8):
         if bits == 8:
             spread = [builder.shl(line, _words(24 - 8 * term)) for line in read]
@@ -534,6 +494,8 @@ def _add_group(builder, bits, half, facts, weights, parts, sums):
         scale = splat(builder, _at(builder, place, 0, F32))
         for panel, (part, total) in enumerate(zip(row, totals, strict=True)):
             found = builder.load(part)
+            if found.type == PAIRS_OF_BYTES:
+                found = _sums_of_pairs(builder, found)
             found = found if found.type == WIDE else builder.sitofp(found, WIDE)
             both = _fused(builder, found, builder.fmul(scales[panel], scale), builder.load(total))
             if bits == 4:
@@ -542,17 +504,53 @@ def _add_group(builder, bits, half, facts, weights, parts, sums):
             builder.store(both, total)
 
 
-def _products_of_bytes(builder, total, unsigned, signed):
+def _fours_added(builder, total, unsigned, signed):
     """total int32 + the sums of four products of bytes each."""
     if WIDE_VECTORS and "+avx512vnni" in VNNI:
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", BITS, total, unsigned, signed)
-    narrow = ir.VectorType(I32, TILE // 2)
-    halves = []
-    for first in (0, TILE // 2):
-        places = ir.Constant(narrow, list(range(first, first + TILE // 2)))
-        given = [builder.shuffle_vector(vector, vector, places) for vector in (total, unsigned, signed)]
-        halves.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", narrow, *given))
-    return builder.shuffle_vector(*halves, ir.Constant(BITS, list(range(TILE))))
+    return _by_halves(builder, "llvm.x86.avx512.vpdpbusd.256", I32, total, unsigned, signed)
+
+
+def _pairs_added(builder, total, unsigned, signed):
+    """total int16 + the sums of two products of bytes each. 16 of at most 15 · 127 are below 2¹⁵."""
+    found = _by_halves(
+        builder, "llvm.x86.avx2.pmadd.ub.sw", I16, *(_as(builder, one, BYTE) for one in (unsigned, signed))
+    )
+    return builder.add(total, found)
+
+
+def _signed_pairs_added(builder, total, weight, signed):
+    """total int32 + the sums of four products of bytes each. Two of at most 127² are below 2¹⁵: the weight's sign goes
+    to the other factor.
+    """
+    weight, signed = _as(builder, weight, BYTE), _as(builder, signed, BYTE)
+    magnitude = call(builder, "llvm.abs.v64i8", weight.type, weight, ir.Constant(ir.IntType(1), 0))
+    turned = _by_halves(builder, "llvm.x86.avx2.psign.b", BYTE, signed, weight)
+    found = _by_halves(builder, "llvm.x86.avx2.pmadd.ub.sw", I16, magnitude, turned)
+    return builder.add(total, _sums_of_pairs(builder, found))
+
+
+def _sums_of_pairs(builder, found):
+    """int32: of int16, each two side by side."""
+    return _by_halves(builder, "llvm.x86.avx2.pmadd.wd", I32, found, ir.Constant(found.type, [1] * found.type.count))
+
+
+def _by_halves(builder, name, kind, *vectors):
+    """What a function of vectors of 32 bytes gives, values of `kind`, of vectors of 64."""
+    found = []
+    for half in range(2):
+        given = []
+        for vector in vectors:
+            count = vector.type.count // 2
+            places = ir.Constant(ir.VectorType(I32, count), list(range(half * count, (half + 1) * count)))
+            given.append(builder.shuffle_vector(vector, vector, places))
+        found.append(call(builder, name, ir.VectorType(kind, 256 // kind.width), *given))
+    count = 512 // kind.width
+    return builder.shuffle_vector(*found, ir.Constant(ir.VectorType(I32, count), list(range(count))))
+
+
+def _as(builder, vector, kind):
+    return builder.bitcast(vector, ir.VectorType(kind, 512 // kind.width))
 
 
 def _fused(builder, a, b, c):

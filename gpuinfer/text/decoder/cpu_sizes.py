@@ -47,6 +47,8 @@ ASLEEP, SEEN, BUSY, WAITED, SINCE = range(5)
     ROUND,  # the terms of a weight's panel are stored in multiples of this many …
     ROUND_BYTES,  # … which take so many bytes
     WEIGHT_BITS,  # 8 or 4 where weights are quantised, else 0
+    HEAD_ROUND_BYTES,  # those of the head: so many take its panels' terms …
+    HEAD_BITS,  # … and it is quantised to so many
     OPERAND,  # bytes of a value of rows, where products with weights take them
     STORED,  # bytes of a value of the cache, and of weights that are not quantised
     MULTIPLIED,  # bytes of a value of rows, where products of attention take them
@@ -55,13 +57,13 @@ ASLEEP, SEEN, BUSY, WAITED, SINCE = range(5)
     HEAD_BYTES,  # of that, one head of keys and values
     KEY_BYTES,  # of that, the keys; the values come after them
     SIZES,
-) = range(40)
+) = range(42)
 
 # in `addresses`
-PRODUCT, YIELD, WIDE_PRODUCT, POOL, WEIGHT_PRODUCT, FIRST_WEIGHT = range(6)
+PRODUCT, YIELD, WIDE_PRODUCT, POOL, WEIGHT_PRODUCT, HEAD_PRODUCT, FIRST_WEIGHT = range(7)
 # qkv, out, gate, up, down of each layer; then the head, then of each layer its router, and gate, up and down of each
 # expert. Without gates `gate` is the up projection, and `up` is 0. The wide product is that of float32 weights, the
-# weight product that of the model's, and the plain one that of attention.
+# weight product that of the model's, the head product that of its head, and the plain one that of attention.
 WEIGHTS = 5
 QKV_WEIGHT, OUT_WEIGHT, GATE_WEIGHT, UP_WEIGHT, DOWN_WEIGHT = range(WEIGHTS)
 EXPERT_WEIGHTS = 3

@@ -28,7 +28,7 @@ from gpuinfer.text.decoder.cpu_math import (
 from gpuinfer.text.decoder.cpu_mlp import activate, choose, into_experts, out_of_experts
 from gpuinfer.text.decoder.cpu_quantised import panel_value, quantise_row
 from gpuinfer.text.decoder.cpu_threads import barrier, claim, wait_for_go
-from gpuinfer.text.decoder.cpu_weights import panel_bytes
+from gpuinfer.text.decoder.cpu_weights import head_panel_bytes, panel_bytes
 
 ROWS_AT_ONCE = 4  # in a piece of what goes row by row
 ROW_BLOCK, ROW_BYTES = 256, 384 << 10  # rows of a piece of a product: so many, or as many as stay in a core's cache
@@ -249,9 +249,10 @@ def run(thread, threads, control, sizes, addresses, eps, step, attention, model,
                 if quantised:
                     quantise_row(last[row], hidden, operands[row])
         barrier(thread, threads, control, addresses)
-    share_product(
-        threads, control, sizes, addresses, outputs, sizes[at.VOCABULARY], hidden, source, lda,
-        addresses[at.FIRST_WEIGHT + at.WEIGHTS * layers], logits.ctypes.data, sizes[at.VOCABULARY],
+    share_pieces(
+        threads, control, sizes, addresses[at.HEAD_PRODUCT], head_panel_bytes(sizes, hidden), outputs,
+        sizes[at.VOCABULARY], hidden, source, lda, addresses[at.FIRST_WEIGHT + at.WEIGHTS * layers],
+        logits.ctypes.data, sizes[at.VOCABULARY],
     )  # fmt: skip
     barrier(thread, threads, control, addresses)
 
@@ -299,20 +300,27 @@ def share_product(threads, control, sizes, addresses, rows, columns, inner, a, l
     """c float32 [rows, columns] = a [rows, inner] · weight, piece by piece. `a`, `weight` and `c` are addresses, rows
     lie `lda` and `ldc` values apart.
     """
+    product, stride = addresses[at.WEIGHT_PRODUCT], panel_bytes(sizes, inner)
+    share_pieces(threads, control, sizes, product, stride, rows, columns, inner, a, lda, weight, c, ldc)
+
+
+@called
+def share_pieces(threads, control, sizes, product, stride, rows, columns, inner, a, lda, weight, c, ldc):
+    """The same, by this product, of a weight whose panels lie `stride` bytes apart."""
     if rows == 0:
         return
     size, panels = sizes[at.OPERAND], (columns + TILE - 1) // TILE
     high = rows_of_piece(rows, inner, size)
     blocks = (rows + high - 1) // high
     wide = panels_of_piece(rows, panels, blocks, threads)
-    pieces, stride = blocks * ((panels + wide - 1) // wide), panel_bytes(sizes, inner)
+    pieces = blocks * ((panels + wide - 1) // wide)
     while True:
         piece = claim(control)
         if piece >= pieces:
             return
         row, panel = piece % blocks * high, piece // blocks * wide
         call_product(
-            addresses[at.WEIGHT_PRODUCT], min(high, rows - row), min(wide * TILE, columns - panel * TILE), inner,
+            product, min(high, rows - row), min(wide * TILE, columns - panel * TILE), inner,
             a + size * row * lda, lda, weight + panel * stride, c + 4 * (row * ldc + panel * TILE), ldc,
         )  # fmt: skip
 
@@ -396,8 +404,8 @@ def embed(vector, out):
 @inlined
 def embed_from_panels(head, token, sizes, like, out):
     """The token's row of the head's weight, whose panels hold the embedding too."""
-    pair, size, bits = sizes[at.PAIR], sizes[at.STORED], sizes[at.WEIGHT_BITS]
-    start = head + token // TILE * panel_bytes(sizes, len(out))
+    pair, size, bits = sizes[at.PAIR], sizes[at.STORED], sizes[at.HEAD_BITS]
+    start = head + token // TILE * head_panel_bytes(sizes, len(out))
     if bits:
         for i in range(len(out)):
             out[i] = panel_value(start, i, token % TILE, bits)

@@ -18,7 +18,9 @@ from gpuinfer.host import machine
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.cpu_math import inlined
 from gpuinfer.text.decoder.cpu_panels import MemoryArena, panels_of
-from gpuinfer.text.decoder.cpu_quantised import WeightBits, pack_quantised
+from gpuinfer.text.decoder.cpu_quantised import WeightBits
+from gpuinfer.text.decoder.cpu_rounding import pack_quantised
+from gpuinfer.text.decoder.rounding import HEAD_BITS
 from gpuinfer.text.transformer import Adapter, Layer, Linear, Mixture, Norm, Shape, Step, Weights
 
 
@@ -40,20 +42,26 @@ def panel_bytes(sizes, inner):  # type: ignore[no-untyped-def]  # compiled
     return (inner + sizes[at.ROUND] - 1) // sizes[at.ROUND] * sizes[at.ROUND_BYTES]
 
 
+@inlined
+def head_panel_bytes(sizes, inner):  # type: ignore[no-untyped-def]  # compiled
+    """The same of the head."""
+    return (inner + sizes[at.ROUND] - 1) // sizes[at.ROUND] * sizes[at.HEAD_ROUND_BYTES]
+
+
 def packed(weights: Weights, shape: Shape, positions: int, bits: WeightBits | None = None) -> PackedWeights:
-    """For rows of up to so many positions, matrices rounded to so many `bits`. A head that is the embedding is kept
-    once. Each layer is asked for once, and its matrices are let go as soon as they are packed.
+    """For rows of up to so many positions, matrices rounded to so many `bits`, and the head to HEAD_BITS. A head that is
+    the embedding is kept once. Each layer is asked for once, and its matrices are let go as soon as they are packed.
     """
-    keep, rest, experts = _Keep(bits), [], shape.experts
+    keep, rest, experts = _Keep(), [], shape.experts
     addresses, of_experts = [], []
     with ThreadPoolExecutor(machine.cores(), "gpuinfer-packing") as pool:
-        add = partial(keep.add, pool)
+        add = partial(keep.add, pool, bits=bits)
         for number in range(shape.layers):
             layer, inner = weights.layers[number], shape.inner(number)
             addresses += [add(layer.qkv.weight), add(layer.out.weight), add(layer.up.weight[:inner])]
             addresses += [add(layer.up.weight[inner:] if shape.gated else None), add(layer.down.weight)]
             if layer.mixture is not None:
-                of_experts.append(add(layer.mixture.router.float(), whole=True))
+                of_experts.append(add(layer.mixture.router.float(), bits=None))
                 for up, down in zip(layer.mixture.up, layer.mixture.down, strict=True):
                     gate, value = up[: len(up) // 2], up[len(up) // 2 :]
                     of_experts += [add(gate), add(value), add(down)] if shape.gated else [add(up), 0, add(down)]
@@ -61,7 +69,7 @@ def packed(weights: Weights, shape: Shape, positions: int, bits: WeightBits | No
                 of_experts += [0] * (1 + at.EXPERT_WEIGHTS * experts.count)
             rest.append(_without_matrices(layer))
             del layer
-        addresses.append(add(weights.head.weight))
+        addresses.append(add(weights.head.weight, bits=HEAD_BITS if bits else None))
     head, model = len(keep.kept) - 1, _model_arrays(replace(weights, layers=rest), shape, positions)
     return PackedWeights(addresses + of_experts, keep.kept, model, head)
 
@@ -145,18 +153,18 @@ def _model_arrays(weights: Weights, shape: Shape, positions: int) -> tuple[NDArr
 
 
 class _Keep:
-    def __init__(self, bits: WeightBits | None) -> None:
-        self._arena, self._bits = MemoryArena(), bits
+    def __init__(self) -> None:
+        self._arena = MemoryArena()
         self.kept: list[NDArray[Any]] = []
 
-    def add(self, pool: Executor, weight: torch.Tensor | None, whole: bool = False) -> int:
-        """The address of its panels, or 0 where there is no weight; `whole`: it is not quantised."""
+    def add(self, pool: Executor, weight: torch.Tensor | None, *, bits: WeightBits | None) -> int:
+        """The address of its panels, or 0 where there is no weight."""
         if weight is None:
             return 0
-        if self._bits is None or whole:
+        if bits is None:
             self.kept.append(panels_of(weight, self._arena, pool))
         else:
-            self.kept.append(pack_quantised(weight, self._bits, self._arena, pool))
+            self.kept.append(pack_quantised(weight, bits, self._arena, pool))
         return int(self.kept[-1].ctypes.data)
 
 

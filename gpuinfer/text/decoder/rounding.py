@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 
 GROUP, HALF = 64, 32  # terms that share a scale: of 8 bits, and of 4
+HEAD_BITS = 8
+"""Of a model's head, and of the embedding that is tied to it, where other matrices have 4: of SmolLM2 135M a head of 4
+bits costs 5 % of perplexity, all other matrices of 4 bits half a percent.
+"""
 LARGEST = 127  # of the whole numbers of 8 bits, which are as far below 0
 TINY = 1e-30
+FINER = 1 + 2**-8  # a scale is made larger by as much as bfloat16 may round it down
 
 
 def rounded_to_8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +29,7 @@ def rounded_to_4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     """
     least = values.amin(-1).to(torch.bfloat16)
     span = values.amax(-1) - least.float()
-    scales = (span * (1 + 2**-8) / 15).to(torch.bfloat16)
+    scales = (span * FINER / 15).to(torch.bfloat16)
     whole = ((values - least.float()[..., None]) / scales.float().clamp_min(TINY)[..., None]).round_()
     if not scales.isfinite().all():
         whole.nan_to_num_(0.0, 0.0, 0.0)

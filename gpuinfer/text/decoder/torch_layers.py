@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpuinfer.text.decoder.rounding import GROUP, HALF, rounded_to_4, rounded_to_8
+from gpuinfer.text.decoder.rounding import GROUP, HALF, HEAD_BITS, rounded_to_4, rounded_to_8
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.transformer import Adapter, Experts, Layer, Linear, LowRank, Mixture, Norm, Product, Shape, Weights
 
@@ -122,15 +122,15 @@ def quantised_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Quantise
 
 
 def on_device(weights: Weights, device: torch.device, dtype: torch.dtype, bits: int | None = None) -> Weights:
-    """The same weights over there, one after another, matrices rounded to so many `bits`; a head tied to the embedding
-    stays one tensor with it, unless it is rounded.
+    """The same weights over there, one after another, matrices rounded to so many `bits` and the head to HEAD_BITS; a
+    head tied to the embedding stays one tensor with it, unless it is rounded.
     """
 
     def norm(given: Norm) -> Norm:
         shift = None if given.shift is None else given.shift.to(device, torch.float32)
         return Norm(given.scale.to(device, torch.float32), shift)
 
-    def linear(given: Linear) -> Linear:
+    def linear(given: Linear, bits: int | None = bits) -> Linear:
         bias = None if given.bias is None else given.bias.to(device, dtype)
         if bits is not None and len(given.weight):
             return quantised_linear(given.weight.to(device), bias, bits)
@@ -160,7 +160,7 @@ def on_device(weights: Weights, device: torch.device, dtype: torch.dtype, bits: 
         embedding=embedding,
         layers=tuple(map(layer, weights.layers)),
         norm=norm(weights.norm),
-        head=Linear(embedding) if tied and bits is None else linear(weights.head),
+        head=Linear(embedding) if tied and bits is None else linear(weights.head, HEAD_BITS if bits else None),
         positions=None if weights.positions is None else weights.positions.to(device, dtype),
     )
 
