@@ -1,5 +1,5 @@
-"""Weights rounded to 8 or 4 bits in the panels that `cpu_quantised` reads: what `rounding` computes in torch, in one pass
-of compiled code that threads share.
+"""Weights rounded to 8 or 4 bits in the panels that `cpu_quantised` reads: what `rounding` computes in torch, in one
+pass of compiled code that threads share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gpuinfer.text.decoder.cpu_quantised import LINES, WeightBits, groups_of, qu
 from gpuinfer.text.decoder.rounding import FINER, GROUP, HALF, LARGEST, TINY
 
 PANELS_AT_ONCE = 64  # that a thread rounds before it asks for more
-F, I = np.float32, np.int32
-INFINITE, NAN = I(0x7F800000), I(0x7FC0)  # the bits of float32 infinity, and of a bfloat16 that is not a number
+F, WORD = np.float32, np.int32
+INFINITE, NAN = WORD(0x7F800000), WORD(0x7FC0)  # the bits of float32 infinity, and of a bfloat16 that is not a number
 NEAREST = F(
     12_582_912
 )  # 1.5 · 2²³: what is added to a float32 below 2²² is rounded to the nearest whole number, or even
@@ -87,9 +87,9 @@ def round_to_8(weight, panels, values, whole):  # type: ignore[no-untyped-def]  
         panel, place = panels[column // TILE], column % TILE
         for group in range((inner + GROUP - 1) // GROUP):
             load_group(weight[column], group * GROUP, inner, values)
-            largest = I(0)
+            largest = WORD(0)
             for i in range(GROUP):  # as whole numbers, bits of magnitudes are in the same order
-                largest = max(largest, bits_of(values[i]) & I(0x7FFFFFFF))
+                largest = max(largest, bits_of(values[i]) & WORD(0x7FFFFFFF))
             scale = float_of(largest) / F(LARGEST)
             if largest < INFINITE:
                 round_group(values, F(0), max(scale, F(TINY)), 0, GROUP, whole)
@@ -98,9 +98,9 @@ def round_to_8(weight, panels, values, whole):  # type: ignore[no-untyped-def]  
                     whole[i] = 0
             begin = group * (17 * TILE) + place
             for line in range(16):
-                word = I(0)
+                word = WORD(0)
                 for i in range(4):
-                    word |= (whole[4 * line + i] & I(255)) << I(8 * i)
+                    word |= (whole[4 * line + i] & WORD(255)) << WORD(8 * i)
                 panel[begin + line * TILE] = word
             panel[begin + 16 * TILE] = bits_of(scale)
 
@@ -113,26 +113,26 @@ def round_to_4(weight, panels, values, whole):  # type: ignore[no-untyped-def]  
         for group in range((inner + GROUP - 1) // GROUP):
             load_group(weight[column], group * GROUP, inner, values)
             for half in range(2):
-                lowest, highest = I(0x7FFFFFFF), I(-0x80000000)
+                lowest, highest = WORD(0x7FFFFFFF), WORD(-0x80000000)
                 for i in range(half * HALF, half * HALF + HALF):
                     ordered = in_order(bits_of(values[i]))
                     lowest, highest = min(lowest, ordered), max(highest, ordered)
                 least, scale = NAN, NAN
-                if -INFINITE <= lowest and highest < INFINITE:
+                if lowest >= -INFINITE and highest < INFINITE:
                     low = float_of(in_order(lowest))
                     least = as_bfloat16(low)
-                    low = float_of(least << I(16))
+                    low = float_of(least << WORD(16))
                     scale = as_bfloat16((float_of(in_order(highest)) - low) * F(FINER) / F(15))
-                    step = float_of(scale << I(16))
+                    step = float_of(scale << WORD(16))
                     round_group(values, low, max(step, F(TINY)), half * HALF, half * HALF + HALF, whole)
                 begin = (2 * group + half) * (5 * TILE) + place
                 for line in range(4):
-                    word = I(0)
+                    word = WORD(0)
                     for i in range(8):
-                        found = min(max(whole[half * HALF + 8 * line + i], I(0)), I(15))
-                        word |= found << I(8 * (i % 4) + 4 * (i // 4))
+                        found = min(max(whole[half * HALF + 8 * line + i], WORD(0)), WORD(15))
+                        word |= found << WORD(8 * (i % 4) + 4 * (i // 4))
                     panel[begin + line * TILE] = word
-                panel[begin + 4 * TILE] = (scale & I(0xFFFF)) | (least << I(16))
+                panel[begin + 4 * TILE] = (scale & WORD(0xFFFF)) | (least << WORD(16))
 
 
 @as_written
@@ -148,17 +148,17 @@ def load_group(row, begin, inner, values):  # type: ignore[no-untyped-def]
 @as_written
 def round_group(values, least, scale, first, end, whole):  # type: ignore[no-untyped-def]
     for i in range(first, end):
-        whole[i] = I(((values[i] - least) / scale + NEAREST) - NEAREST)
+        whole[i] = WORD(((values[i] - least) / scale + NEAREST) - NEAREST)
 
 
 @as_written
 def in_order(bits):  # type: ignore[no-untyped-def]
     """Bits of a float32 as a whole number that is in the order of the floats, and back."""
-    return bits ^ ((bits >> I(31)) & I(0x7FFFFFFF))
+    return bits ^ ((bits >> WORD(31)) & WORD(0x7FFFFFFF))
 
 
 @as_written
 def as_bfloat16(value):  # type: ignore[no-untyped-def]
     """The bits of the nearest bfloat16 of a finite float32."""
     bits = bits_of(value)
-    return ((bits + I(0x7FFF) + ((bits >> I(16)) & I(1))) >> I(16)) & I(0xFFFF)
+    return ((bits + WORD(0x7FFF) + ((bits >> WORD(16)) & WORD(1))) >> WORD(16)) & WORD(0xFFFF)

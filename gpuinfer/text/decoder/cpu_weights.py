@@ -49,8 +49,8 @@ def head_panel_bytes(sizes, inner):  # type: ignore[no-untyped-def]  # compiled
 
 
 def packed(weights: Weights, shape: Shape, positions: int, bits: WeightBits | None = None) -> PackedWeights:
-    """For rows of up to so many positions, matrices rounded to so many `bits`, and the head to HEAD_BITS. A head that is
-    the embedding is kept once. Each layer is asked for once, and its matrices are let go as soon as they are packed.
+    """For rows of up to so many positions, matrices rounded to so many `bits`, and the head to HEAD_BITS. A head that
+    is the embedding is kept once. Each layer is asked for once, and its matrices are let go once they are packed.
     """
     keep, rest, experts = _Keep(), [], shape.experts
     addresses, of_experts = [], []
