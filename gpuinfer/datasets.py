@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models.positions import ARRAYS, KEYS, UNREADABLE, read_shard, readable, shards_of, sizes_of
 from gpuinfer.rollouts.export.samples import Sample, samples
 from gpuinfer.rollouts.files import read
+from gpuinfer.rollouts.record import Group
 
 __all__ = ["RolloutsDataset", "SelfPlayDataset"]
 
@@ -162,16 +163,17 @@ class RolloutsDataset(Dataset[dict[str, torch.Tensor]]):
         group       int64 []: the group's number
         reference_logprobs  float32 [n], where a reference model was asked (`--reference`) for all of the samples
 
-    All is held in memory, some 16 bytes a token. Raises `UsageError` for a folder without records, without any sample,
-    or with a damaged file. Of a run that is on it has what is written so far.
+    `source`: a folder that `gpuinfer rollouts --out` wrote, or groups as a stream of rollouts hands them to a trainer
+    (`RolloutsDataset(batch.groups)`). All is held in memory, some 16 bytes a token. Raises `UsageError` for a folder
+    without records, without any sample, or with a damaged file. Of a run that is on it has what is written so far.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
+    def __init__(self, source: str | Path | Iterable[Group]) -> None:
+        self._source = str(source) if isinstance(source, str | Path) else "what is in memory"
         pieces: dict[str, list[NDArray[Any]]] = {"tokens": [], "mask": [], "logprobs": []}
         references: list[NDArray[Any]] = []
         facts: list[tuple[float, float, int]] = []
-        for group in read(self._folder):
+        for group in read(Path(source)) if isinstance(source, str | Path) else source:
             for sample in samples(group):
                 for name, array in _arrays_of(sample).items():
                     pieces[name].append(array)
@@ -180,7 +182,7 @@ class RolloutsDataset(Dataset[dict[str, torch.Tensor]]):
                 facts.append((sample.advantage, sample.trajectory.reward, group.number))
         if not facts:
             raise UsageError(
-                f"{folder} holds nothing to train on: no trajectory of the policy has an answer. Let `gpuinfer "
+                f"{self._source} holds nothing to train on: no trajectory of the policy has an answer. Let `gpuinfer "
                 "rollouts` play more groups."
             )
         self._ends = np.cumsum([len(one) for one in pieces["tokens"]])
@@ -195,7 +197,7 @@ class RolloutsDataset(Dataset[dict[str, torch.Tensor]]):
         }
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {len(self):,} samples, {self._ends[-1]:,} tokens of {str(self._folder)!r}>"
+        return f"<{type(self).__name__}: {len(self):,} samples, {self._ends[-1]:,} tokens of {self._source!r}>"
 
     def __len__(self) -> int:
         return len(self._ends)

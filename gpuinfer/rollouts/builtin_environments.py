@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 
 from pydantic import Field
 
@@ -18,34 +19,55 @@ from gpuinfer.rollouts.environment import Environment, Observation, Outcome
 
 AGENT = "solver"
 MOST_DIGITS = 32  # of an answer that is read
-NUMBER = re.compile(r"-?\d+")
+NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 SIGNS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+EXAMPLES = (("2 + 3", 5), ("9 - 4", 5), ("3 * 4", 12), ("7 + 8", 15), ("4 - 6", -2), ("5 * 7", 35))
 
 
 class Arithmetic(Environment):
-    """Asks for a sum, a difference or a product. 1 for an answer whose last number is it, else 0."""
+    """Asks for a sum, a difference or a product. 1 for an answer whose last number is it, else 0.
+
+    `examples` come before it as earlier turns of the chat (few-shot, Brown et al. 2020) and show the form of an answer:
+    small models get a sum right far more often where they write it down before its result. None of them is asked for.
+    """
 
     class Options(api.Options):
-        largest: int = Field(99, ge=1, le=10**12, description="of the two numbers")
+        largest: int = Field(20, ge=1, le=10**12, description="of the two numbers")
         operations: str = Field("+-*", pattern=r"^[+*-]+$", description="those that may come")
+        examples: int = Field(3, ge=0, le=len(EXAMPLES), description="questions with their answers, shown before")
 
     options: Options
     agents = (AGENT,)
 
     async def reset(self, seed: int) -> None:
         chance = random.Random(seed)
-        left, right = (chance.randint(0, self.options.largest) for _ in range(2))
-        sign = chance.choice(self.options.operations)
-        self._question, self._result = f"{left} {sign} {right}", SIGNS[sign](left, right)
+        shown = {question for question, _ in EXAMPLES[: self.options.examples]}
+        while True:
+            left, right = (chance.randint(0, self.options.largest) for _ in range(2))
+            sign = chance.choice(self.options.operations)
+            self._question, self._result = f"{left} {sign} {right}", SIGNS[sign](left, right)
+            if self._question not in shown:
+                return
 
     async def observe(self) -> Mapping[str, Observation]:
-        text = f"What is {self._question}? Answer with the number alone."
-        return {AGENT: Observation(messages=[{"role": "user", "content": text}])}
+        messages = []
+        for question, result in EXAMPLES[: self.options.examples]:
+            messages += [_asking(question), {"role": "assistant", "content": f"{question} = {result}"}]
+        return {AGENT: Observation(messages=[*messages, _asking(self._question)])}
 
     async def step(self, answers: Mapping[str, str]) -> Outcome:
-        found = NUMBER.findall(answers[AGENT])
-        right = bool(found) and len(found[-1]) <= MOST_DIGITS and int(found[-1]) == self._result
+        right = last_number(answers[AGENT]) == self._result
         return Outcome(rewards={AGENT: float(right)}, done=True, metrics={"correct": float(right)})
+
+
+def _asking(question: str) -> dict[str, str]:
+    return {"role": "user", "content": f"What is {question}?"}
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of a text, such as 1,350, -2 or 12.0; None without one, or if it has too many digits."""
+    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(found[-1].replace(",", "")) if found and len(found[-1]) <= MOST_DIGITS else None
 
 
 DECK = 52

@@ -245,6 +245,21 @@ def test_each_sample_of_rollouts_is_an_item(tmp_path):
         records[len(records)]
 
 
+def test_groups_in_memory_are_the_samples_of_their_record(tmp_path):
+    """As a trainer has them from a stream."""
+    written, held = RolloutsDataset(rollouts_in(tmp_path / "played")), RolloutsDataset(map(group_of_two, range(3)))
+    assert len(held) == len(written)
+    for one, other in zip(held, written, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(UsageError, match="what is in memory holds nothing"):
+        RolloutsDataset([])
+
+
+def group_of_two(number):
+    return group_of(number, tokens=2)
+
+
 def test_samples_of_several_lengths_make_a_batch(tmp_path):
     records = RolloutsDataset(rollouts_in(tmp_path / "played"))
     items = [records[0], {name: one[:3] if one.dim() else one for name, one in records[1].items()}]

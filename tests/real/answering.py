@@ -27,11 +27,12 @@ class Answerer:
     """Our own generator, opened once."""
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", threads: int | None = None, deterministic: bool = False
+        self, folder: Path, dtype: str = "float32", threads: int | None = None, deterministic: bool = False, **own: Any
     ) -> None:
         spec = ModelSpec(str(folder), kind="text")
         setup = Setup(model=spec, devices=("cpu",), dtype=dtype, deterministic=deterministic)
-        self.generator = open_generator(spec, setup, TorchModelOptions(slots=SLOTS, context=CONTEXT, threads=threads))
+        options = {"slots": SLOTS, "context": CONTEXT, "threads": threads, **own}
+        self.generator = open_generator(spec, setup, TorchModelOptions(**options))
         self._driver = Driver(self.generator)
 
     def __enter__(self) -> Answerer:

@@ -1,8 +1,9 @@
 import random
+from decimal import Decimal
 
 import pytest
 
-from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobText
+from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobText, last_number
 
 
 @pytest.mark.parametrize(
@@ -11,6 +12,8 @@ from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobTe
         pytest.param("{}", 1.0, id="the number alone"),
         pytest.param("That is {}.", 1.0, id="in a sentence"),
         pytest.param("1, no: {}", 1.0, id="the last number counts"),
+        pytest.param("{}.0", 1.0, id="as a decimal number"),
+        pytest.param("{}.5", 0.0, id="a decimal number beside it"),
         pytest.param("{}1", 0.0, id="another number"),
         pytest.param("I do not know", 0.0, id="no number"),
         pytest.param("9" * 5000, 0.0, id="more digits than are read"),
@@ -26,6 +29,42 @@ async def test_arithmetic_rewards_exactly_the_right_number(answer, reward):
         result = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
         outcome = await made.step({agent: answer.format(result)})
         assert (outcome.rewards, outcome.done) == ({"solver": reward}, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        pytest.param("2 + 3 = 5", 5, id="behind the sum"),
+        pytest.param("It is 1,350.", 1350, id="thousands apart"),
+        pytest.param("1,234,567 and no more", 1234567, id="millions apart"),
+        pytest.param("one of 1,2345", 2345, id="a comma that parts no thousands"),
+        pytest.param("4 \N{MINUS SIGN} 6 = \N{MINUS SIGN}2", -2, id="a typographic minus"),
+        pytest.param("-7.50", Decimal("-7.5"), id="decimals"),
+        pytest.param("9" * 33, None, id="too many digits"),
+        pytest.param("none", None, id="none"),
+    ],
+)
+def test_the_last_number_of_an_answer_is_read_as_people_write_it(text, number):
+    assert last_number(text) == number
+
+
+async def test_arithmetic_shows_examples_before_it_asks_and_asks_for_none_of_them():
+    """A seed that would ask for one of them asks for something else, the same each time."""
+    asked = set()
+    for seed in range(400):
+        one, again, bare = Arithmetic(), Arithmetic(), Arithmetic(examples=0)
+        shown = []
+        for made in (one, again, bare):
+            await made.reset(seed)
+            shown.append([message["content"] for message in (await made.observe())["solver"].messages])
+        assert shown[0] == shown[1]
+        *examples, question = shown[0]
+        assert examples[::2] == ["What is 2 + 3?", "What is 9 - 4?", "What is 3 * 4?"]
+        assert examples[1::2] == ["2 + 3 = 5", "9 - 4 = 5", "3 * 4 = 12"]
+        assert len(shown[2]) == 1
+        asked.add(question)
+    assert asked.isdisjoint(examples)
+    assert len(asked) > 250  # of 1,320
 
 
 @pytest.mark.parametrize("players", [3, 7])
