@@ -26,7 +26,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "tutorials" / "grpo.md"
 LIMIT_S = 300.0
 STEPS, GROUPS, SAMPLES = 4, 2, 4
-BRIEF = ["--steps", str(STEPS), "--batch-groups", str(GROUPS), "--samples", str(SAMPLES), "--max-new-tokens", "16"]
+BRIEF = [
+    "--threads",
+    "1",
+    "--steps",
+    str(STEPS),
+    "--batch-groups",
+    str(GROUPS),
+    "--samples",
+    str(SAMPLES),
+    "--max-new-tokens",
+    "16",
+]
 
 
 @pytest.fixture(scope="module")
