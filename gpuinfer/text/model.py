@@ -95,6 +95,11 @@ class TextModel:
         """Estimated and actual sizes."""
         return self._driver.generator.facts
 
+    @property
+    def computed_by(self) -> str:
+        """Whose code computes its layers: native or transformers."""
+        return str(self._driver.generator.decoder.shape.decoder)
+
     def counted(self) -> Mapping[str, float]:
         """Totals of its steps until now: `generator.driver.DriverCounters`."""
         return self._driver.counters()

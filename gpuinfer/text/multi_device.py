@@ -147,6 +147,11 @@ class TextDevices:
         slots = sum(self._slots.values())
         return Limits(min(self._slots.values()), in_flight=slots, slots=slots, devices=tuple(self._models))
 
+    @property
+    def computed_by(self) -> str:
+        """See `TextModel.computed_by`."""
+        return next(iter(self._models.values())).computed_by
+
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """As `TextModel.stream`. A moved answer goes on after the parts that its reader has had."""
         news: asyncio.Queue[Event] = asyncio.Queue()

@@ -72,3 +72,14 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
             "float32, which is faster here.",
         )
     return ()
+
+
+def decoder_notices(setup: Setup, computed_by: str) -> tuple[str, ...]:
+    """What the user should know of `deterministic` once it is known whose code computes a text model's layers."""
+    if not setup.deterministic or computed_by != "transformers":
+        return ()
+    return (
+        "--deterministic: transformers' own code computes this model, in part with torch. Its answers have the same "
+        "bits in any company and when a run goes on, on this machine with this torch and transformers and as many "
+        "threads; elsewhere they may be rounded otherwise. A native family has -B decoder=native, which promises more.",
+    )

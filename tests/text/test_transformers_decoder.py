@@ -14,7 +14,8 @@ from text.tiny import END, copy_of, tiny_checkpoint
 from text.tiny_families import DECODERS, tiny_family
 from text.toy import run
 
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Setup
+from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.checkpoint import open_checkpoint
@@ -121,6 +122,19 @@ def test_embeddings_are_the_last_states_of_transformers():
         state = peer(folder).base_model(torch.tensor(prepared.tokens.tolist())[None]).last_hidden_state[0, -1]
     expected = state / state.norm()
     assert torch.allclose(torch.frombuffer(bytearray(found.embedding), dtype=torch.float32), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("decoder", ["native", "transformers"])
+async def test_a_notice_says_how_far_deterministic_answers_are_exact(decoder):
+    """Of a native decoder there is nothing to say."""
+    setup = Setup(model=ModelSpec(str(tiny_checkpoint("llama")), kind="text"), devices=("cpu",), deterministic=True)
+    backend = InProcess(setup, slots=2, decoder=decoder)
+    await backend.start(BackendContext())
+    notices = backend.notices
+    await backend.close()
+    assert [("--deterministic" in one, "-B decoder=native" in one) for one in notices] == (
+        [] if decoder == "native" else [(True, True)]
+    )
 
 
 REFUSED_OPTIONS = {"compile": {"compile": True}, "parallel": {"parallel": "pipeline", "stages": 2}}
