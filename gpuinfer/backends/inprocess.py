@@ -200,7 +200,7 @@ class InProcess(Backend):
         if spec.kind == "text":
             self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
             self.limits = self._text.limits
-            self.notices += precision.decoder_notices(self.setup, self._text.computed_by)
+            self.notices = (*self.notices, *precision.decoder_notices(self.setup, self._text.computed_by))
             return
         # In a thread that ends: its OpenMP threads would outlive the opening, see `open_model.end_thread_pool`.
         opening, loop = ThreadPoolExecutor(1, "gpuinfer-open"), asyncio.get_running_loop()
