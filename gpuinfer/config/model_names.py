@@ -12,7 +12,7 @@ MOST_LETTERS = 256  # of a name that can be one of ours
 
 def meant_names(asked: str, served: Collection[str]) -> list[str]:
     """The names among `served` that `asked` means: the one that is equal; else those that are in another case; else
-    those that are so once OWNER/ is taken off one of both. Empty: none.
+    those that are so once OWNER/ is taken off one of both, or the .gguf of a file's name. Empty: none.
     """
     if asked in served:
         return [asked]
@@ -24,11 +24,15 @@ def meant_names(asked: str, served: Collection[str]) -> list[str]:
     asked_of_owner = HUB_NAME.fullmatch(folded)
     if "/" in folded and (asked_of_owner is None or asked_of_owner["repository"] != folded):
         return []  # a path, or of a revision
-    last = folded.rpartition("/")[2]
-    found = [one for one in served if one.casefold().rpartition("/")[2] == last]
+    last = _bare_name(folded)
+    found = [one for one in served if _bare_name(one.casefold()) == last]
     if "/" in folded and any("/" in one for one in found):
         return []  # two owners are two models
     return found
+
+
+def _bare_name(name: str) -> str:
+    return name.rpartition("/")[2].removesuffix(".gguf")
 
 
 def name_at_hub(model: str) -> tuple[str, ...]:

@@ -173,6 +173,7 @@ def test_an_id_that_is_no_safe_name_fails_alone_and_leaves_the_folder_for_nothin
         ("no/out/", {}, "mkdir -p no"),
         ("no/out.parquet", {}, "mkdir -p no"),
         ("theirs.parquet", {}, "does not hold answers that --resume can go on with"),
+        ("out.CSV", {}, "as JSON Lines (out.jsonl), as Parquet (out.parquet), or each in a file of its own (out/)"),
         ("out/ --ordered", {}, "have no order. Leave it out."),
     ],
 )

@@ -38,6 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         ("solo", "alone"),
         ("third/solo", "alone"),
         ("third/Solo@main", "alone"),
+        ("alone.gguf", "alone"),
     ],
 )
 def test_a_name_is_understood_that_differs_in_case_or_owner(server, asked, answers):

@@ -32,6 +32,7 @@ from gpuinfer.workloads.generate.output_writer import SpillFile, unfinished_line
 
 JOURNAL = ".journal"  # behind the name of a Parquet file: the answers, until all are there
 TABLE_END = ".parquet"
+UNWRITTEN_TABLES = (".csv", ".tsv", ".xlsx")  # what people may expect, as prompts come so
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,11 @@ def check_output(name: str, input_name: str, resume: bool) -> None:
         raise UsageError(
             f"--output {name}: this is a folder. Write {path}/ for a file a row in it, or give a file, such as "
             f"{path / 'answers.jsonl'}."
+        )
+    if path.suffix.lower() in UNWRITTEN_TABLES:
+        raise UsageError(
+            f"--output {name}: answers are written as JSON Lines ({path.stem}.jsonl), as Parquet "
+            f"({path.stem}{TABLE_END}), or each in a file of its own ({path.stem}/). Give one of these."
         )
     if is_table(name):
         require_package("pyarrow", "parquet", f"--output {name}")
