@@ -107,6 +107,7 @@ FACADES: dict[str, set[str]] = {
         "verify.verify_setup",
     },
     "library": {
+        "chat_answers",
         "batcher",
         "chat_answers",
         "choices",
