@@ -107,7 +107,6 @@ FACADES: dict[str, set[str]] = {
         "verify.verify_setup",
     },
     "library": {
-        "chat_answers",
         "batcher",
         "chat_answers",
         "choices",

@@ -33,6 +33,7 @@ class ChatAnswer(TextAnswer, frozen=True, kw_only=True):
     """
 
     messages: tuple[Mapping[str, Any], ...]  # of each sample, as OpenAI has it: to go on with in the conversation
+    whole_calls: int = 0  # of the first sample
 
     @property
     def message(self) -> Mapping[str, Any]:
@@ -62,15 +63,15 @@ class ChatAnswer(TextAnswer, frozen=True, kw_only=True):
     def finish_reason(self) -> str:
         """`tool_calls` where the model waits for what its calls give; else `stop` or `length`."""
         reason = self.samples[0].finish_reason
-        return "tool_calls" if reason == "stop" and "tool_calls" in self.message else reason
+        return "tool_calls" if reason == "stop" and self.whole_calls else reason
 
 
 def chat_answer(answer: TextAnswer, form: AnswerForm | None) -> ChatAnswer:
     """`form`: how its samples are split; None: they are texts."""
-    messages: list[Mapping[str, Any]] = []
-    for number, one in enumerate(answer.samples):
-        plain = {"role": "assistant", "content": one.text}
-        messages.append(plain if form is None else message_of(form, number, one.text)[0])
+    found: list[tuple[Mapping[str, Any], int]] = [
+        ({"role": "assistant", "content": one.text}, 0) if form is None else message_of(form, number, one.text)
+        for number, one in enumerate(answer.samples)
+    ]
     return ChatAnswer(
         index=answer.index,
         id=answer.id,
@@ -78,5 +79,6 @@ def chat_answer(answer: TextAnswer, form: AnswerForm | None) -> ChatAnswer:
         generation=answer.generation,
         metadata=answer.metadata,
         line=answer.line,
-        messages=tuple(messages),
+        messages=tuple(message for message, _ in found),
+        whole_calls=found[0][1],
     )

@@ -372,6 +372,15 @@ def test_the_message_of_a_text_and_ids_that_are_the_same_anywhere():
     assert message["tool_calls"][0]["id"] != message_of(form, 1, f"well</think>{H}")[0]["tool_calls"][0]["id"]
 
 
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_call_that_a_stop_string_cuts_short_is_no_reason_to_wait_for_tools(name):
+    form = AnswerForm(TOOL_FORMATS[name], None, "request-7")
+    text = written_calls(TOOL_FORMATS[name], CALLS[:1])
+    assert message_of(form, 0, text)[1] == 1
+    message, whole = message_of(form, 0, text.partition("aris")[0])
+    assert (whole, message["tool_calls"][0]["function"]["name"]) == (0, "weather")
+
+
 @pytest.mark.parametrize(("name", "template"), TEMPLATES.items())
 def test_the_format_is_seen_in_the_template(name, template):
     found = detected_format(template)

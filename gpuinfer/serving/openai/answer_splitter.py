@@ -67,6 +67,12 @@ class AnswerSplitter:
         self._value: ValueForm = ANY_VALUE  # the form of the present one of them
         self._given = 0  # arguments of the present call so far
 
+    @property
+    def whole_calls(self) -> int:
+        """How many calls there are; 0 where the last of them is not complete."""
+        within = (self._head, self._arguments, self._argument, self._tagged_value)
+        return 0 if self._state in within else self.calls
+
     def feed(self, text: str) -> AnswerDelta:
         """What is certain now."""
         delta = AnswerDelta()

@@ -74,7 +74,7 @@ def _choice(envelope: Envelope, index: int, one: Completion) -> dict[str, Any]:
 
 
 def message_of(form: AnswerForm, sample: int, text: str) -> tuple[dict[str, Any], int]:
-    """The message that this text is, and how many calls are in it."""
+    """The message that this text is, and how many calls are in it; 0 where the last was cut short."""
     splitter = form.splitter()
     found, rest = splitter.feed(text), splitter.finish()
     calls: list[dict[str, Any]] = []
@@ -89,7 +89,7 @@ def message_of(form: AnswerForm, sample: int, text: str) -> tuple[dict[str, Any]
         message["reasoning_content"] = reasoning or None
     if calls:
         message["tool_calls"] = calls
-    return message, len(calls)
+    return message, splitter.whole_calls
 
 
 def _finish(reason: str | None, calls: int) -> str | None:
@@ -195,7 +195,7 @@ class Chunks:
         details = _details(self.envelope, part)
         ending = {"stop_reason": details.pop("stop_reason")} if "stop_reason" in details else {}
         tokens, sent.unsaid = sent.unsaid + part.tokens, ()
-        reason = _finish(part.finish_reason, splitter.calls)
+        reason = _finish(part.finish_reason, splitter.whole_calls)
         if isinstance(part.stop_reason, str):
             yield self._chunk(part.sample, delta, reason, {**details, **ending}), tokens
             return
