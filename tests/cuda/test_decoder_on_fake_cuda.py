@@ -105,6 +105,30 @@ def test_every_step_runs_in_kernels_of_our_own_and_waits_for_nothing(fake_cuda, 
             assert (logits.device, logits.shape) == (fake_cuda, (len(step.wanted), shape.vocabulary))
 
 
+@pytest.mark.sample
+@pytest.mark.parametrize("kernels", [True, False], ids=["own kernels", "torch"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("way", ["in fixed shapes", "kernel by kernel", "deterministic"])
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_of_few_bits_are_rounded_and_computed_with_on_the_device(
+    fake_cuda, monkeypatch, name, way, bits, kernels
+):
+    """Neither rounding them nor a step with prompts, of one token a row, or with new weights waits."""
+    shape = SHAPES[name]
+    with own_kernels():
+        one = decoder(shape, fake_cuda, bits=bits, kernels=kernels, **WAYS[way])
+        stored = {tensor.dtype for tensor in one.weight_tensors() if not tensor.dtype.is_floating_point}
+        assert stored == ({torch.int8} if bits == 8 else {torch.int8, torch.uint8})  # the head keeps 8
+        for step in masked_steps() if shape.masking else causal_steps():
+            logits = one.forward(step)
+            assert (logits.device, logits.shape) == (fake_cuda, (len(step.wanted), shape.vocabulary))
+        with unset_fake_temporarily():
+            weights = random_weights(shape, torch.float32, seed=1)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+        one.swap(one.pack(weights))
+        assert one.hidden(step).shape == (len(step.tokens), shape.hidden)
+
+
 DECODE = ((0, 35, [5]), (3, 4, [8]), (1, 145, [7]))  # segments of a step of one token each
 PROMPTS = ((0, 35, [5]), (3, 0, TOKENS[:40]), (1, 145, OTHER[:3]))
 

@@ -69,6 +69,8 @@ def prompts_with(**sampling):
         ({"dtype": "float16"}, {"top_p": 0.9, "logprobs": 2, "processed_logprobs": True, "seed": 3}),
         ({"deterministic": True}, {"min_tokens": 3, "stop_token_ids": (5,), "repetition_penalty": 1.2}),
         ({"graphs": False, "dtype": "float32"}, {"logit_bias": {3: 1.0}, "top_k": 4, "min_p": 0.1}),
+        ({"weights": "int8"}, {"temperature": 0.0}),
+        ({"weights": "int4", "deterministic": True}, {"temperature": 0.0}),
     ],
     ids=str,
 )

@@ -20,8 +20,7 @@ def rounded_to_8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Groups along the last axis of float32 as int8 from -127 to 127, and the scale of each, float32."""
     scales = values.abs().amax(-1) / LARGEST
     whole = (values / scales.clamp_min(TINY)[..., None]).round_()
-    if not scales.isfinite().all():
-        whole.nan_to_num_(0.0, 0.0, 0.0)
+    _clear_strange(whole, scales)
     return whole.to(torch.int8), scales
 
 
@@ -33,6 +32,13 @@ def rounded_to_4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     span = values.amax(-1) - least.float()
     scales = (span * FINER / 15).to(torch.bfloat16)
     whole = ((values - least.float()[..., None]) / scales.float().clamp_min(TINY)[..., None]).round_()
-    if not scales.isfinite().all():
-        whole.nan_to_num_(0.0, 0.0, 0.0)
+    _clear_strange(whole, scales)
     return whole.clamp_(0, 15).to(torch.uint8), scales, least
+
+
+def _clear_strange(whole: torch.Tensor, scales: torch.Tensor) -> None:
+    """Whole numbers are 0 where a value was NaN or infinite; its group's scale, and so the product, still is. Another
+    device than the CPU does so whatever there is: to ask it would be to wait for it.
+    """
+    if scales.device.type != "cpu" or not scales.isfinite().all():
+        whole.nan_to_num_(0.0, 0.0, 0.0)
