@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +103,15 @@ def event_behind(device: torch.device) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
     return event
+
+
+def keep_for_steps(packed: Iterable[torch.Tensor]) -> None:
+    """Keep their memory until this thread's stream is done with them. Another thread packed them, to whose stream the
+    allocator would give the memory at once.
+    """
+    for tensor in packed:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @contextlib.contextmanager

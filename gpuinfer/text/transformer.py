@@ -191,7 +191,7 @@ class LowRank:
     none.
     """
 
-    product: Product
+    product: str  # a `Product`, or the name of a module that transformers' own code computes
     first: int
     down: Tensor
     up: Tensor
@@ -203,7 +203,9 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of low rank, on the CPU: of each layer what it adds to which products."""
+    """An adapter of low rank, on the CPU: of each layer what it adds to which products; of a model that transformers'
+    own code computes all that it adds to which modules, in one.
+    """
 
     layers: tuple[tuple[LowRank, ...], ...]
 

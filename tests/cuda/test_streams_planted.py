@@ -257,14 +257,14 @@ PLANTS = {
     ),
     "packed weights are given back while they are copied": (
         weights(decoder_of, SHAPE), TorchDecoder, "swap",
-        "_keep_for_steps(torch_layers.tensors_of(packed))", "pass", "memory that was freed",
+        "keep_for_steps(torch_layers.tensors_of(packed))", "pass", "memory that was freed",
     ),
     "packed weights are given back while a stage copies them": (
         weights(split_decoder, SHAPE), TorchDecoder, "swap",
-        "_keep_for_steps(torch_layers.tensors_of(packed))", "pass", "memory that was freed",
+        "keep_for_steps(torch_layers.tensors_of(packed))", "pass", "memory that was freed",
     ),
     "an adapter is given back while a step computes with it": (
-        adapters, TorchDecoder, "unload", "_keep_for_steps(", "tuple(", "memory that was freed",
+        adapters, TorchDecoder, "unload", "keep_for_steps(", "tuple(", "memory that was freed",
     ),
     "weights are copied before they are packed": (
         converted, TorchDecoder, "_made_here", "event_behind(self.device).synchronize()", "pass",

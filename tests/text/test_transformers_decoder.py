@@ -146,11 +146,6 @@ def test_options_of_native_decoders_are_refused(option):
         opened(tiny_family("gemma"), **REFUSED_OPTIONS[option])
 
 
-def test_adapters_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="adapters are for models that our own decoders compute"):
-        opened(tiny_family("gemma"), adapters={"one": str(tmp_path)})
-
-
 def test_new_weights_are_taken_over_and_others_are_refused(tmp_path):
     other = tiny_family("gemma3_text", seed=1)
     generator, there = opened(tiny_family("gemma3_text")), opened(other)

@@ -21,7 +21,8 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.config_keys import ConfigFields, key_set, read_json
 from gpuinfer.text.checkpoint.safetensors_folder import SafetensorsStore, read_header
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout
-from gpuinfer.text.transformer import Adapter, LowRank, Product, Shape
+from gpuinfer.text.checkpoint.transformers_folder import TransformersCheckpoint
+from gpuinfer.text.transformer import Adapter, LowRank, Shape
 
 CONFIG = "adapter_config.json"
 MOST_RANK = 512
@@ -125,6 +126,7 @@ def _nothing(value: Any) -> bool:
 
 FILE = "adapter_model.safetensors"
 WHOLE = re.compile(r"(?:base_model\.model\.)?(?:model\.)?(?:transformer\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+BY_MODULE = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 MODULE = re.compile(r"(?:layers|blocks|h)\.([0-9]{1,6})\.(.+)")
 SHOWN = 3
 
@@ -133,7 +135,7 @@ SHOWN = 3
 class AdapterTarget:
     """A linear layer that may be adapted: which outputs of which product of ours it is, and its inputs."""
 
-    product: Product
+    product: str
     first: int
     outputs: int
     inputs: int
@@ -174,11 +176,6 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
     shape, folder = checkpoint.shape, Path(place).expanduser()
     if shape.layers == 0:
         raise UsageError(f"the model '{checkpoint.name}' has no layers that could be adapted. Choose another.")
-    if shape.decoder == "transformers":
-        raise UsageError(
-            f"adapters are for models that our own decoders compute, and transformers' code computes "
-            f"'{checkpoint.name}', a {shape.family} model. {MERGE}"
-        )
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder} with an adapter. Give one as PEFT saves it (save_pretrained).")
     config = read_adapter_config(folder)
@@ -190,6 +187,8 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
             )
         raise UsageError(f"{folder} has no {FILE}. Copy the whole folder.")
     store = SafetensorsStore(str(folder), dict(read_header(folder / FILE)))
+    if isinstance(checkpoint, TransformersCheckpoint):
+        return _read_by_modules(store, config, checkpoint)
     layout = checkpoint.layout
     targets = targets_of(layout)
     before = "transformer.h.{}." if isinstance(layout, Gpt2Layout) else layout.names.prefix + layout.names.layer
@@ -200,6 +199,29 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
         _check(store, config, module, pair, target)
         layers[number] += _read(store, pair, target, config.scale(module), shape)
     return Adapter(tuple(map(tuple, layers)))
+
+
+def _read_by_modules(store: SafetensorsStore, config: AdapterConfig, checkpoint: TransformersCheckpoint) -> Adapter:
+    """PEFT's names are those of the model's own modules."""
+    linears, found = checkpoint.traced.linears, dict[str, dict[str, str]]()
+    for name in store.tensors:
+        whole = BY_MODULE.fullmatch(name)
+        if whole is None or whole[1] not in linears:
+            known = ", ".join(dict.fromkeys(one.rpartition(".")[2] for one in linears))
+            raise UsageError(
+                f"{store.where} adapts '{name[:120]}'. Of this {checkpoint.shape.family} model with "
+                f"{checkpoint.shape.layers} layers {known} can be adapted, which all tokens go through: not experts, "
+                f"and not the head. {MERGE}"
+            )
+        found.setdefault(whole[1], {})[whole[2]] = name
+    if not found:
+        raise UsageError(f"{store.where} holds no tensor at all. Save the adapter again.")
+    lows: list[LowRank] = []
+    for module, pair in sorted(found.items()):
+        target = AdapterTarget(module, 0, *linears[module])
+        _check(store, config, module, pair, target)
+        lows += _read(store, pair, target, config.scale(module), checkpoint.shape)
+    return Adapter((tuple(lows),))
 
 
 Pairs = dict[tuple[int, str], dict[str, str]]

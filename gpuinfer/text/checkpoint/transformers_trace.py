@@ -29,6 +29,7 @@ from gpuinfer.text.checkpoint.config_keys import ENCODERS, read_json
 OURS, TRACED = "gpuinfer", "gpuinfer-trace"  # names of attentions that are registered with transformers
 DECODER_ATTRIBUTE = "gpuinfer_attention"  # of a module with attention: the function that computes it
 TOKENS = 8  # that a trace passes through
+EXPERTS = "experts"  # what a module that holds experts is called
 MOST_LOOKED = 1 << 17  # positions that a mask is asked about
 OLDEST = 5  # version of transformers
 UNKNOWN_POSITIONS = 4096  # of a model that does not say how long a context it was made for
@@ -53,7 +54,10 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """`calls` in the order in which a token meets them; `values`: of all parameters, each counted once."""
+    """`calls` in the order in which a token meets them; `values`: of all parameters, each counted once. `linears`: by
+    name the linear layers that each token goes through once, with their outputs and inputs: what an adapter may add
+    to. The head and what stands for experts are not among them.
+    """
 
     config: Any  # transformers' own
     calls: tuple[AttentionCall, ...]
@@ -61,6 +65,7 @@ class TracedModel:
     values: int
     mixed: bool  # it has experts
     keeps_logits: bool  # its forward takes `logits_to_keep`
+    linears: Mapping[str, tuple[int, int]]
 
 
 @contextlib.contextmanager
@@ -196,6 +201,7 @@ def _traced(kind: str, text: str, given: _Given) -> TracedModel:
             model = make.from_config(config, attn_implementation=TRACED).eval()
             for module, layer_type in growing_rotary(model):
                 settle_rotary(module, layer_type)
+            linears = _Linears(model)
             ones = torch.ones((1, TOKENS), dtype=torch.int64)
             numbers = torch.arange(TOKENS)[None]
             found = model(input_ids=ones, attention_mask=ones, position_ids=numbers, use_cache=False)
@@ -225,6 +231,7 @@ def _traced(kind: str, text: str, given: _Given) -> TracedModel:
         sum(one.numel() for one in {id(one): one for one in model.parameters()}.values()),
         any(word in one for one in classes for word in ("experts", "moe", "router")),
         "logits_to_keep" in inspect.signature(model.forward).parameters,
+        linears.each_token_once(),
     )
 
 
@@ -320,6 +327,29 @@ class _Trace:
             if window == 0:
                 raise own
         return AttentionCall(names[id(module)], query.shape[1], key.shape[1], key.shape[3], value.shape[3], window)
+
+
+class _Linears:
+    """The linear layers of a model that goes through its trace."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.pytorch_utils import Conv1D  # GPT-2's: a linear layer with its weight transposed
+
+        self._calls: dict[str, list[tuple[int, int, int]]] = {}  # rows, outputs, inputs
+        head = model.get_output_embeddings()
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear | Conv1D) and module is not head and EXPERTS not in name.split("."):
+                module.register_forward_hook(functools.partial(self._called, name))
+
+    def each_token_once(self) -> Mapping[str, tuple[int, int]]:
+        """By name, outputs and inputs."""
+        found = {name: calls[0] for name, calls in self._calls.items() if len(calls) == 1}
+        return {name: (outputs, inputs) for name, (rows, outputs, inputs) in found.items() if rows == TOKENS}
+
+    def _called(self, name: str, module: torch.nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        rows = given[0].numel() // given[0].shape[-1] if given else 0  # 0: by a name, which our hook does not see
+        inputs = given[0].shape[-1] if given else 0
+        self._calls.setdefault(name, []).append((rows, out.shape[-1], inputs))
 
 
 def window_of(visible: Callable[..., Tensor], positions: int) -> int | None:

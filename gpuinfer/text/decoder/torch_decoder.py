@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpuinfer.models.cuda_graphs import event_behind, release_cached_memory
+from gpuinfer.models.cuda_graphs import event_behind, keep_for_steps, release_cached_memory
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
 from gpuinfer.text.decoder.attention_plan import Integers, PrefixPlanner, adapters_of, sees_of, segments_of
@@ -200,7 +200,7 @@ class TorchDecoder:
         assert isinstance(packed, Weights)
         for own, other in zip(torch_layers.tensors_of(self._weights), torch_layers.tensors_of(packed), strict=True):
             own.copy_(other)
-        _keep_for_steps(torch_layers.tensors_of(packed))
+        keep_for_steps(torch_layers.tensors_of(packed))
 
     @torch.no_grad()
     def pack_adapter(self, adapter: Adapter) -> Adapter:
@@ -219,7 +219,7 @@ class TorchDecoder:
     def unload(self, number: int) -> None:
         """See `step.Decoder.unload`."""
         adapter = self._adapters.pop(number)
-        _keep_for_steps(tensor for layer in adapter.layers for low in layer for tensor in (low.down, low.up))
+        keep_for_steps(tensor for layer in adapter.layers for low in layer for tensor in (low.down, low.up))
 
     @torch.no_grad()
     def empty(self) -> None:
@@ -402,12 +402,3 @@ class TorchDecoder:
 def looked_up(tokens: Tensor, drawn: Tensor) -> Tensor:
     """int64 [rows]: `drawn[i]` in the place of -1 - i."""
     return torch.where(tokens < 0, drawn.index_select(0, tokens.bitwise_not().clamp_(min=0)), tokens)
-
-
-def _keep_for_steps(packed: Iterable[Tensor]) -> None:
-    """Keep their memory until this thread's stream is done with them. Another thread packed them, to whose stream the
-    allocator would give the memory at once.
-    """
-    for tensor in packed:
-        if tensor.device.type == "cuda":
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))

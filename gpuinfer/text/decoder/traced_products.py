@@ -40,11 +40,20 @@ from gpuinfer.text.decoder.traced_kernels import (
 
 
 class PackedProduct:
-    """What a `torch.nn.Linear` computes, with its weight in panels. `threads` as `torch.get_num_threads`."""
+    """What a `torch.nn.Linear` with this weight and bias computes, with the weight in panels, which lie in the `arena`
+    or by themselves. In `torch.get_num_threads` threads.
+    """
 
-    def __init__(self, linear: nn.Linear, kind: Kind, arena: MemoryArena, pool: Executor) -> None:
-        self.columns, self.inner = linear.weight.shape
-        self.dtype, self._bias = linear.weight.dtype, linear.bias
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        kind: Kind,
+        arena: MemoryArena | None = None,
+        pool: Executor | None = None,
+    ) -> None:
+        self.columns, self.inner = weight.shape
+        self.dtype, self._bias = weight.dtype, bias
         half = self.dtype == torch.bfloat16
         together, stored = (TERMS, 2) if half else (1, 4)
         self._operand = torch.bfloat16 if kind in ("amx", "avx512") else torch.float32
@@ -56,7 +65,7 @@ class PackedProduct:
         sizes[at.ROUND], sizes[at.ROUND_BYTES] = together, together * TILE * stored
         self._job[ADDRESSES + at.WEIGHT_PRODUCT] = product_with(kind).address
         self._job[WIDE], self._job[INNER] = self.columns, self.inner
-        self.take(panels_of(linear.weight, arena, pool))
+        self.take(panels_of(weight, arena, pool))
 
     def take(self, panels: NDArray[Any]) -> None:
         """Other weights, as `panels_of` gives them."""
@@ -151,7 +160,7 @@ class PackedModules:
             for name, module in self._modules.items():
                 if type(module).forward is nn.Linear.forward and _plain(module, dtype):
                     assert isinstance(module, nn.Linear)
-                    self.products[name] = product = PackedProduct(module, kind, self._arena, pool)
+                    self.products[name] = product = PackedProduct(module.weight, module.bias, kind, self._arena, pool)
                     if id(module.weight) in lookups:
                         self._tied[name] = module.weight
                     module.register_parameter("weight", _nothing(module.weight))

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.errors import UsageError
 from gpuinfer.models.cuda_graphs import event_behind, release_cached_memory
 from gpuinfer.text.checkpoint.transformers_trace import (
     DECODER_ATTRIBUTE,
@@ -21,11 +20,12 @@ from gpuinfer.text.checkpoint.transformers_trace import (
     growing_rotary,
     settle_rotary,
 )
-from gpuinfer.text.decoder.attention_plan import positions_of, sees_of, segments_of
+from gpuinfer.text.decoder.attention_plan import adapters_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.layered_cache import LayeredCache, attend_layer
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, reach_buckets, tiles, token_columns
 from gpuinfer.text.decoder.torch_cache import table_of
 from gpuinfer.text.decoder.torch_layers import PaddedGroup, StepBatch, mask
+from gpuinfer.text.decoder.traced_adapters import TracedAdapter, TracedAdapters
 from gpuinfer.text.precision import computes_in
 from gpuinfer.text.transformer import PAGE, Adapter, Shape, Step
 
@@ -88,6 +88,7 @@ class TransformersDecoder:
         self._threads = threads
         if kernels:
             self._put_in_kernels()
+        self._adapters = TracedAdapters(model, device, dtype, kernels=kernels, whole=deterministic and not kernels)
         self.resize(slots, pages)
 
     def resize(self, slots: int, pages: int) -> None:
@@ -113,6 +114,7 @@ class TransformersDecoder:
         self._cache.begin(step, self.deterministic)
         if self.deterministic:
             return self._in_tiles(step)
+        self._adapters.begin(adapters_of(step))
         self._batch = batch_of(step, self._cache, self._windows, self._uploads)
         (wanted,) = self._uploads.sent([step.wanted])
         return self._logits(self._batch.tokens, self._batch.positions, wanted)
@@ -127,6 +129,7 @@ class TransformersDecoder:
             self._cache.begin(step, False)
             batch = self._batch = batch_of(step, self._cache, self._windows, self._uploads)
             inputs = batch.tokens, batch.positions
+        self._adapters.begin(adapters_of(step))
         found = self._through(self._model.base_model, *inputs).last_hidden_state[0]
         return np.asarray(found.float().cpu().numpy(), np.float32)
 
@@ -165,18 +168,18 @@ class TransformersDecoder:
             if self._packed is None or not self._packed.take(name, tensor):
                 own[name].copy_(tensor)
 
-    def pack_adapter(self, adapter: Adapter) -> object:
-        """Raises `UsageError`: adapters are for native decoders."""
-        raise UsageError(
-            f"a {self.shape.family} model runs in transformers' own code, which takes no adapters here. "
-            "Merge the adapter into the model."
-        )
+    def pack_adapter(self, adapter: Adapter) -> TracedAdapter:
+        """See `step.Decoder.pack_adapter`."""
+        return self._adapters.pack(adapter)
 
     def load(self, number: int, packed: object) -> None:
-        """See `pack_adapter`."""
+        """See `step.Decoder.load`."""
+        assert isinstance(packed, dict)
+        self._adapters.load(number, packed)
 
     def unload(self, number: int) -> None:
-        """See `pack_adapter`."""
+        """See `step.Decoder.unload`."""
+        self._adapters.unload(number)
 
     def empty(self) -> None:
         """Forget what all pages hold; all of the cache is resident from then on."""
@@ -210,6 +213,7 @@ class TransformersDecoder:
     def _in_place(self, step: Step) -> Tensor:
         """A step whose attention reads the cache in place."""
         self._cache.begin(step)
+        self._adapters.begin(adapters_of(step))
         return self._logits(*_inputs(step), torch.from_numpy(step.wanted.astype(np.int64)))
 
     def _in_tiles_of_rows(self, step: Step) -> Tensor:
@@ -219,6 +223,7 @@ class TransformersDecoder:
         for first in range(0, len(step.tokens), self._tile):
             part = rows_of_step(step, first, self._tile, self._cache.spare)
             self._cache.begin(part)
+            self._adapters.begin(adapters_of(part))
             found = self._logits(*_inputs(part), every)
             asked_for = np.flatnonzero((step.wanted >= first) & (step.wanted < first + self._tile))
             answers[asked_for] = found[step.wanted[asked_for].astype(np.int64) - first]
@@ -272,6 +277,7 @@ class TransformersDecoder:
             return model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **given)
         finally:
             self._layer = self._batch = None
+            self._adapters.end()
 
     def _attend(
         self,
@@ -307,7 +313,7 @@ class TransformersDecoder:
     def _in_tiles(self, step: Step) -> Tensor:
         """Tile after tile, those that see least first: a token finds all before it in the cache, or in its tile."""
         answers = torch.empty((len(step.wanted), self.shape.vocabulary), device=self.device)
-        tokens, segments, rows = token_columns(step), segments_of(step), self._tile
+        tokens, segments, adapters, rows = token_columns(step), segments_of(step), adapters_of(step), self._tile
         every = torch.arange(rows, device=self.device)
         for members, reach in tiles(sees_of(step), rows, reach_buckets(self._cache.room)):
             count = len(members)
@@ -323,6 +329,7 @@ class TransformersDecoder:
             }
             group = PaddedGroup(1, reach, pages.view(table.shape), None, masks)
             self._batch = StepBatch(ids, positions, places, (group,))
+            self._adapters.begin(np.pad(adapters[members], (0, rows - count)))
             found = self._logits(ids, positions, every)
             asked_for = np.isin(members, step.wanted)
             if asked_for.any():
@@ -351,6 +358,7 @@ def rows_of_step(step: Step, first: int, rows: int, spare: int) -> Step:
         np.concatenate((places[firsts], np.zeros(lone))).astype(np.int32),
         np.concatenate((counts, np.ones(lone))).astype(np.int32),
         np.arange(rows, dtype=np.int32),
+        None if step.adapters is None else np.pad(step.adapters[owners], (0, lone)),
     )
 
 
