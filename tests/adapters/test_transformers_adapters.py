@@ -9,14 +9,13 @@ import json
 
 import pytest
 import torch
-from random_adapters import ALL, peft_folder
 from safetensors.torch import save_file
-from text.decoders import opened as opened_checkpoint
 from text.oracle import peer
 from text.test_transformers_decoder import TEXTS, opened, tokens_of
 from text.tiny import tiny_checkpoint
 from text.tiny_families import tiny_family
 from text.toy import run
+from transformers.pytorch_utils import Conv1D
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
@@ -34,9 +33,10 @@ def low_ranks(model, seed, rank=4, without=("lm_head",)):
     dice = torch.Generator().manual_seed(seed)
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not any(part in name for part in without):
-            down = torch.randn(rank, module.in_features, generator=dice) / module.in_features**0.5
-            found[name] = down, 0.2 * torch.randn(module.out_features, rank, generator=dice) / rank**0.5
+        if isinstance(module, torch.nn.Linear | Conv1D) and not any(part in name for part in without):
+            outputs, inputs = module.weight.shape if isinstance(module, torch.nn.Linear) else module.weight.T.shape
+            down = torch.randn(rank, inputs, generator=dice) / inputs**0.5
+            found[name] = down, 0.2 * torch.randn(outputs, rank, generator=dice) / rank**0.5
     return found
 
 
@@ -111,12 +111,14 @@ def test_so_they_are_where_torch_computes(deterministic, tmp_path, monkeypatch):
     generator.close()
 
 
-def test_a_native_family_has_the_same_tokens_in_transformers_code(tmp_path):
-    folder = tiny_checkpoint("llama")
-    place = peft_folder(tmp_path / "one", opened_checkpoint(folder).shape, 4, 1, ALL, lora_alpha=16, use_rslora=True)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_native_family_has_the_same_tokens_in_transformers_code(family, tmp_path):
+    folder = tiny_checkpoint(family)
+    lows = low_ranks(peer(folder), 1)
+    place = folder_of(tmp_path / "one", lows, use_rslora=True, alpha_pattern={"c_fc|up_proj": 4})
     found = []
     for decoder in ("native", "transformers"):
-        generator = opened(folder, decoder=decoder, adapters={"one": str(place), "two": str(place)})
+        generator = opened(folder, decoder=decoder, adapters={"one": place, "two": place})
         found.append(tokens_of(generator, asked()))
         generator.close()
     assert found[0] == found[1]

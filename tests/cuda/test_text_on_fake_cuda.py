@@ -19,6 +19,7 @@ from text.unmasking import prompt_of
 from text.unmasking import run as run_masks
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import UsageError
 from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.models.device import Gauge, device_name
 from gpuinfer.models.out_of_memory import answers, is_lost
@@ -80,6 +81,11 @@ def test_prompts_are_answered_with_a_wait_for_each_draw(cuda, caplog, way, sampl
         assert finished(run(one, prompts_with(**sampling))) == [5, 5, 5, 5]
     assert caplog.messages == []
     assert bool(cuda.captured) == bool(cuda.replayed) == way.get("graphs", True)
+
+
+def test_experts_of_few_bits_are_refused_where_none_of_our_kernels_compute(cuda):
+    with pytest.raises(UsageError, match=r"experts are quantised on a CPU .* Use --device cpu"):
+        opened("tiny-llada-moe", weights="int8")
 
 
 @pytest.mark.thorough

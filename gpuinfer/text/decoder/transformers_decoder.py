@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.models.cuda_graphs import event_behind, release_cached_memory
+from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.checkpoint.transformers_trace import (
     DECODER_ATTRIBUTE,
     TracedModel,
@@ -333,8 +334,8 @@ class TransformersDecoder:
             found = self._logits(ids, positions, every)
             asked_for = np.isin(members, step.wanted)
             if asked_for.any():
-                into = torch.from_numpy(np.searchsorted(step.wanted, members[asked_for])).to(self.device)
-                answers.index_copy_(0, into, found[torch.from_numpy(np.flatnonzero(asked_for)).to(self.device)])
+                into = queued(np.searchsorted(step.wanted, members[asked_for]), self.device)
+                answers.index_copy_(0, into, found[queued(np.flatnonzero(asked_for), self.device)])
         return answers
 
 
