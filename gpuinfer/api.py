@@ -293,6 +293,13 @@ class Backend(Plugin, ABC):
         """
         return "auto"
 
+    @property
+    def arithmetic(self) -> str:
+        """Those of its options that change what it computes, as they were given, such as "weights=int8"; empty: none.
+        What a run with others has answered is not gone on with.
+        """
+        return ""
+
     async def check(self) -> None:
         """Raise `UsageError` for what cannot be served, as far as that is known within seconds. The default knows of
         nothing.
@@ -608,6 +615,11 @@ class Infer(ABC):
     def has_model(self) -> bool:
         """Whether the backend serves a model: if not, it takes payloads of any shape."""
         return True
+
+    @property
+    def arithmetic(self) -> str:
+        """`Backend.arithmetic`: belongs to what decides an answer, where answers are kept."""
+        return ""
 
     async def ready(self) -> Limits:
         """Start the backend here, unless something has: `limits` are then final. The first request does it too."""

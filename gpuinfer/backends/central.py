@@ -19,7 +19,7 @@ from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.models import model_options
 from gpuinfer.models.model_options import PARALLEL, Parallel
 from gpuinfer.text import precision
-from gpuinfer.text.text_options import TorchModelOptions
+from gpuinfer.text.text_options import TorchModelOptions, changed_arithmetic
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -125,6 +125,10 @@ class Central(CentralRemote):
             )
         self._server: ServerProcess | None = None
         self.notices = precision.notices(self.setup, self.options.compute)
+
+    @property
+    def arithmetic(self) -> str:
+        return changed_arithmetic(self.options)
 
     @property
     def compute(self) -> str:

@@ -41,6 +41,7 @@ from gpuinfer.text.text_options import (
     StepTokensOption,
     WeightsOption,
     adapter_folders_given,
+    changed_arithmetic,
     refuse_half_a_draft,
 )
 
@@ -295,6 +296,10 @@ class FleetBackend(FleetRemote):
                 "name the adapters that the server has."
             )
         self.notices = () if own.endpoint else precision.notices(self.setup, own.compute)
+
+    @property
+    def arithmetic(self) -> str:
+        return changed_arithmetic(self.options)
 
     @property
     def compute(self) -> str:

@@ -35,7 +35,7 @@ from gpuinfer.models.row_format import answers_by_halving, misfit
 from gpuinfer.text import precision
 from gpuinfer.text.model import TextModel
 from gpuinfer.text.multi_device import TextDevices, open_text
-from gpuinfer.text.text_options import TorchModelOptions
+from gpuinfer.text.text_options import TorchModelOptions, changed_arithmetic
 
 if TYPE_CHECKING:
     from gpuinfer.models.gradients import OpenedGradients
@@ -134,6 +134,10 @@ class InProcess(Backend):
         self._text: TextModel | TextDevices | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._short = ShortBatches()
+
+    @property
+    def arithmetic(self) -> str:
+        return changed_arithmetic(self.options)
 
     @property
     def compute(self) -> str:

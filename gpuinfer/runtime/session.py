@@ -182,6 +182,10 @@ class Session(Infer, Pulse):
         return self._backend.remote or self._backend.setup.model is not None
 
     @property
+    def arithmetic(self) -> str:
+        return self._backend.arithmetic
+
+    @property
     def _started(self) -> bool:
         return self._counting.started
 

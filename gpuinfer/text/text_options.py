@@ -108,6 +108,12 @@ def refuse_half_a_draft(speculate: str | None, draft: str | None) -> None:
         raise ValueError("speculate=draft and draft=DIR belong together: give both, or draft=DIR alone")
 
 
+def changed_arithmetic(options: api.Options) -> str:
+    """Options of a backend that change what a model computes, as they were given: "weights=int8 compute=float32"."""
+    given = {name: getattr(options, name) for name in ("weights", "decoder", "compute")}
+    return " ".join(f"{name}={value}" for name, value in given.items() if value not in (None, "auto"))
+
+
 WeightFormat = Literal["int8", "int4"]
 WeightsOption = Annotated[
     WeightFormat | None,

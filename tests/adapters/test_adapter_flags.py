@@ -39,7 +39,7 @@ def test_rows_are_answered_by_the_adapter_that_they_name_or_else_by_the_first(ad
 
 def test_an_output_is_gone_on_with_under_the_same_weights_alone(adapters, tmp_path):
     def settings(*given):
-        return Generate(model="tiny", prompt=["a"], adapter=[f"a={one}" for one in given]).deciding_settings()
+        return Generate(model="tiny", prompt=["a"], adapter=[f"a={one}" for one in given]).deciding_settings("")
 
     shutil.copytree(adapters[0], tmp_path / "a")
     began = settings(tmp_path / "a")

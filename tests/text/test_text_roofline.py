@@ -183,7 +183,7 @@ def test_bfloat16_is_multiplied_as_such_only_where_that_is_one_instruction_and_b
     for device, wanted in (("cpu", native), ("cuda:77", "bfloat16")):  # one that is not here is left to the backend
         setup = Setup(devices=(device,), dtype="bfloat16")
         own = Generate(setup, model="tiny", input=str(tmp_path / "prompts.jsonl"))
-        assert own.deciding_settings()["computes_in"] == wanted
+        assert own.deciding_settings("")["computes_in"] == wanted
     for dtype in ("float32", "bfloat16"):
         setup = Setup(devices=("cpu",), dtype=dtype, deterministic=True)
         model = ModelSpec(name="tiny", kind="text", arguments={"context": 64})

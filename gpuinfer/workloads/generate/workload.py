@@ -154,7 +154,7 @@ class Generate(Workload):
             async for progress in self._show(infer):
                 yield progress
             return
-        opening = asyncio.create_task(asyncio.to_thread(self._open))
+        opening = asyncio.create_task(asyncio.to_thread(self._open, infer.arithmetic))
         # Cancelled, it leaves the thread alone, which cannot be cancelled, and leaves things open.
         waiting = asyncio.create_task(asyncio.wait({opening}))
         async for _ in follow_task(waiting, infer.stopping):
@@ -169,10 +169,10 @@ class Generate(Workload):
             source.close()
             target.close()
 
-    def _open(self) -> tuple[InputSource, OpenedOutput, dict[str, Any]]:
+    def _open(self, backend_arithmetic: str) -> tuple[InputSource, OpenedOutput, dict[str, Any]]:
         """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
         own = self.options
-        settings = self.deciding_settings()
+        settings = self.deciding_settings(backend_arithmetic)
         check_with_model(self.model(), self.sampling)
         target = open_output(
             self.target,
@@ -297,8 +297,10 @@ class Generate(Workload):
         adapter = next(iter(self.adapters), None)
         return PromptDefaults(self.sampling, self.rendering, own.num_samples, own.truncate, own.strict, adapter)
 
-    def deciding_settings(self) -> dict[str, Any]:
-        """All that decides what an answer is: what a row's digest covers beside the row."""
+    def deciding_settings(self, backend_arithmetic: str) -> dict[str, Any]:
+        """All that decides what an answer is: what a row's digest covers beside the row. `backend_arithmetic`: see
+        `Backend.arithmetic`.
+        """
         own, sampling = self.options, msgspec.to_builtins(self.sampling)
         del sampling["keyed"]  # no flag sets it: outputs that began before there was one can go on
         return {
@@ -307,7 +309,7 @@ class Generate(Workload):
             "chat_template_kwargs": dict(self.rendering.variables),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
-            "computes_in": arithmetic(self.setup),
+            "computes_in": " ".join(filter(None, (arithmetic(self.setup), backend_arithmetic))),
             "model": model_fingerprint(self.model()),
             **({"adapters": [list(one) for one in adapter_digests(self.adapters).items()]} if self.adapters else {}),
         }

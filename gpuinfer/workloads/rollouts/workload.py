@@ -186,7 +186,7 @@ class Rollouts(Workload):
             stage = RolloutStage(await asyncio.to_thread(self._chat, spec))
             if_refused.push_async_callback(stage.close)
             if own.out is not None:
-                settings = await asyncio.to_thread(self.deciding_settings)
+                settings = await asyncio.to_thread(self.deciding_settings, infer.arithmetic)
                 stage.keeper = Writer(own.out, own.format, settings, resume=own.resume)
             await infer.ready()
             for name, folder in self.cast.adapters.items():
@@ -220,8 +220,10 @@ class Rollouts(Workload):
 
         return ChatEncoder(open_model_language(spec), self.rendering, plain=self.options.plain)
 
-    def deciding_settings(self) -> dict[str, Any]:
-        """All that decides what is played: a record is gone on with by a run with the same alone."""
+    def deciding_settings(self, backend_arithmetic: str) -> dict[str, Any]:
+        """All that decides what is played: a record is gone on with by a run with the same alone.
+        `backend_arithmetic`: see `Backend.arithmetic`.
+        """
         own = self.options
         names = ("env", "samples_per_group", "horizon", "max_turns", "constrain", "plain", "context", "deterministic")
         return {
@@ -232,7 +234,7 @@ class Rollouts(Workload):
             **self.cast.deciding(),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
-            "computes_in": arithmetic(self.setup),
+            "computes_in": " ".join(filter(None, (arithmetic(self.setup), backend_arithmetic))),
             "model": model_fingerprint(self.model()),
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
