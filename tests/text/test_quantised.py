@@ -311,3 +311,12 @@ def test_perplexity_is_that_of_transformers_and_its_change_is_told(gpuinfer, tmp
     assert after["perplexity"] != before["perplexity"]
     assert found["change_percent"] == pytest.approx(100 * (after["perplexity"] / before["perplexity"] - 1))
     assert "weights=int8" in out
+
+
+def test_an_output_is_not_gone_on_with_by_other_weights(gpuinfer, empty_folder):
+    words = ("generate", "--model", "tiny", "--prompt", "a", "--max-new-tokens", "1", "--no-roofline", "--output", "o")
+    assert gpuinfer(*words)[0] == 0
+    code, _, errors = gpuinfer(*words, "--resume", "-B", "weights=int8")
+    assert code == 2
+    said = 'made with other settings (computes_in: "float32" there, "float32 weights=int8" here)'
+    assert said in " ".join(errors.split())
