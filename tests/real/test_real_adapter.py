@@ -1,4 +1,6 @@
-"""A LoRA adapter trained for 30 steps on a toy task: our engine serves it as transformers computes it merged."""
+"""A LoRA adapter trained for 30 steps on a toy task: our engine serves it as transformers computes it merged, by native
+decoders and over transformers' own code.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +61,11 @@ def merged(policy):
     return policy.model
 
 
-@pytest.fixture(scope="module")
-def answers(folder, trained):
+@pytest.fixture(scope="module", params=["native", "transformers"])
+def answers(folder, trained, request):
     """To questions that it was not trained on: with the adapter and without it, in the same batches."""
     prompts = [Prompt(text=text, sampling=greedy(8), adapter=name) for text, _ in ASKED for name in ("toy", None)]
-    with Answerer(folder, adapters={"toy": str(trained[0])}) as answerer:
+    with Answerer(folder, adapters={"toy": str(trained[0])}, decoder=request.param) as answerer:
         given = [one.completions[0] for one in answerer.answer(prompts)]
         tokens = [answerer.tokens_of(prompt) for prompt in prompts[::2]]
     return tokens, given[::2], given[1::2]

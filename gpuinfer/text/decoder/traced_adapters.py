@@ -52,7 +52,7 @@ class TracedAdapters:
         self._device, self._dtype, self._kernels, self._whole = device, dtype, kernels, whole
         self._loaded: dict[int, TracedAdapter] = {}
         self._hooks: dict[str, Any] = {}  # handles, of each module that an adapter was added to
-        self._rows: list[tuple[TracedAdapter, Tensor]] = []  # of the step under way: who has which
+        self._rows: list[tuple[TracedAdapter, Tensor | slice]] = []  # of the step under way: who has which
 
     @torch.no_grad()
     def pack(self, adapter: Adapter) -> TracedAdapter:
@@ -78,14 +78,20 @@ class TracedAdapters:
 
     def begin(self, numbers: NDArray[np.int32]) -> None:
         """The next rows that go through the model have these adapters; 0: none."""
-        for number in np.unique(numbers[numbers > 0]).tolist():
-            own = numbers == number
-            chosen = queued(own if self._whole else np.flatnonzero(own), self._device)
-            self._rows.append((self._loaded[number], chosen))
+        found = np.unique(numbers[numbers > 0]).tolist()
+        self._rows = [(self._loaded[number], self._chosen(numbers == number)) for number in found]
 
     def end(self) -> None:
         """These rows are through."""
         self._rows = []
+
+    def _chosen(self, own: NDArray[np.bool_]) -> Tensor | slice:
+        """Which rows these are: as they are where all go through, else by their numbers, or as one run of them."""
+        if self._whole:
+            return queued(own, self._device)
+        places = np.flatnonzero(own)
+        first, end = int(places[0]), int(places[-1]) + 1
+        return slice(first, end) if end - first == len(places) else queued(places, self._device)
 
     def _packed(self, low: LowRank) -> TracedLowRank:
         if not self._kernels:
@@ -101,14 +107,14 @@ class TracedAdapters:
         for adapter, chosen in self._rows:
             if name not in adapter:
                 continue
-            x, y = given[0].reshape(-1, given[0].shape[-1]), out.view(-1, out.shape[-1])
-            if self._whole:
-                y.copy_(torch.where(chosen[:, None], _sum(y, adapter[name](x)), y))
+            x, y, low = given[0].reshape(-1, given[0].shape[-1]), out.view(-1, out.shape[-1]), adapter[name]
+            if isinstance(chosen, slice):
+                y[chosen] += low(x[chosen])
+            elif self._whole:
+                y.copy_(torch.where(chosen[:, None], y + low(x), y))
             else:
-                added = adapter[name](x.index_select(0, chosen))
-                y.index_copy_(0, chosen, _sum(y.index_select(0, chosen), added))
-
-
-def _sum(rows: Tensor, added: Tensor) -> Tensor:
-    """In the number format of `rows`, rounded once."""
-    return (rows.float() + added).to(rows.dtype)
+                added = low(x.index_select(0, chosen))
+                if added.dtype == y.dtype:
+                    y.index_add_(0, chosen, added)
+                else:  # float32 beside bfloat16: rounded once
+                    y.index_copy_(0, chosen, (y.index_select(0, chosen) + added).to(y.dtype))
