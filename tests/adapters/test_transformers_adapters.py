@@ -111,6 +111,19 @@ def test_so_they_are_where_torch_computes(deterministic, tmp_path, monkeypatch):
     generator.close()
 
 
+def test_embeddings_are_the_last_states_of_the_merged_model(tmp_path):
+    folder, adapters, models = adapted("gemma2", tmp_path)
+    generator = opened(folder, adapters=adapters)
+    prompts = [Prompt(text=TEXTS[4], key=str(name), embed="last", adapter=name) for name in ("one", None, "two")]
+    found = [torch.frombuffer(bytearray(one.embedding), dtype=torch.float32) for one in run(generator, prompts)]
+    tokens = torch.tensor(next(iter(generator.prepare(prompts))).tokens.tolist())[None]
+    generator.close()
+    for prompt, own in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            state = models[prompt.adapter].base_model(tokens).last_hidden_state[0, -1]
+        assert torch.allclose(own, state / state.norm(), atol=1e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_native_family_has_the_same_tokens_in_transformers_code(family, tmp_path):
     folder = tiny_checkpoint(family)
