@@ -84,6 +84,7 @@ def assert_as_merged(generator, models, within):
         assert answer.versions == (((0, f"{prompt.adapter}@0"),) if prompt.adapter else ((0, ""),))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "deterministic"),
     [
@@ -102,6 +103,7 @@ def test_log_probabilities_are_those_of_the_merged_model_in_transformers(family,
     generator.close()
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_so_they_are_where_torch_computes(deterministic, tmp_path, monkeypatch):
     monkeypatch.setattr(open_decoder, "kernels_for", lambda dtype: False)
@@ -137,6 +139,7 @@ def test_a_native_family_has_the_same_tokens_in_transformers_code(family, tmp_pa
     assert found[0] == found[1]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("kernels", [True, False], ids=["own kernels", "torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_answers_have_the_same_bits_in_any_company(dtype, kernels, tmp_path, monkeypatch):
