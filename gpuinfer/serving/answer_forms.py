@@ -21,7 +21,7 @@ from gpuinfer.serving.openai.tool_formats import (
     TOOL_FORMATS,
     ToolFormat,
     detected_format,
-    parameters_of,
+    parameters_by_tool,
     tools_grammar,
     tools_in_words,
     written_calls,
@@ -82,7 +82,7 @@ class AnswerForms:
         thinks = self._thinks(prompt) if self._may_think else None
         if chosen is not None:
             form = self._format()
-            parameters = parameters_of(form, chosen)
+            parameters = parameters_by_tool(form, chosen)
             prompt = self._constrained(self._told(prompt, form), form, chosen, thinks)
         if form is None and thinks is None:
             return prompt, None

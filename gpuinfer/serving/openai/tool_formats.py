@@ -150,7 +150,7 @@ def tools_in_words(form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def parameters_of(form: ToolFormat | None, choice: ToolChoice) -> Mapping[str, ToolParameters]:
+def parameters_by_tool(form: ToolFormat | None, choice: ToolChoice) -> Mapping[str, ToolParameters]:
     """Of each tool how its arguments are written between tags; nothing where they are JSON. Raises `BadRequest`."""
     if form is None or form.tags is None:
         return {}
