@@ -52,17 +52,6 @@ def test_verify_holds(folder, tmp_path):
     assert report["holds"], report
 
 
-@pytest.mark.parametrize(("weights", "percent"), [("int8", 1.0), ("int4", 10.0)])
-def test_the_perplexity_of_quantised_weights_is_close_to_that_of_the_model(folder, tmp_path, weights, percent):
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    (tmp_path / "text.txt").write_text(text)
-    words = ["--perplexity", "text.txt", "-B", f"weights={weights}", "-B", "context=512", "--json", "report.json"]
-    done = run(["verify", "--model", str(folder), *words, "--quiet"], tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "report.json").read_text())["perplexity"]
-    assert abs(found["change_percent"]) < percent, found
-
-
 class Asking:
     """OpenAI's client, asking the only model of a server."""
 
