@@ -40,6 +40,7 @@ PROMPT, NEW = 35, 64  # tokens
 CACHE = Path(__file__).parents[1] / "build" / "real"
 OURS = "gpuinfer"
 LLAMA = "llama.cpp"
+BATCHING = "batching"
 FEATURES = "cmov cx16 sse sse2 sse3 ssse3 sse4.1 sse4.2 popcnt avx avx2 fma f16c bmi bmi2 lzcnt movbe"
 AVX2 = {  # what numba, torch, oneDNN and MKL read
     "NUMBA_CPU_NAME": "haswell",
@@ -51,6 +52,7 @@ AVX2 = {  # what numba, torch, oneDNN and MKL read
 PEERS = """\
 peers:
   transformers   in the Python that runs this: pip install 'transformers<5.20'
+  batching       transformers' continuous batching, in the same Python
   vLLM           in an environment of its own, which `make vllm` makes for the CPU: --vllm .venv-vllm/bin/python
   llama.cpp      python -m venv llama && llama/bin/pip install llama-cpp-python (compiles for ten minutes):
                  --llama-cpp llama/bin/python; of a model that is not smollm2 --gguf FILE too
@@ -108,7 +110,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", default=["throughput"], **words, help=f"{', '.join(CASES)} [throughput]")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=NEW)
-    parser.add_argument("--peers", default=["transformers", "vllm", LLAMA], **words, help="of those that are given")
+    parser.add_argument(
+        "--peers", default=["transformers", BATCHING, "vllm", LLAMA], **words, help="of those that are given"
+    )
     parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vLLM")
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="a Python that has llama_cpp")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp [smollm2's own]")
@@ -177,12 +181,15 @@ def commands(given: argparse.Namespace, model: Model) -> dict[str, list[str]]:
     found = {}
     if "transformers" in given.peers:
         found["transformers"] = PROGRAMS["transformers"].command(sys.executable)
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parents[1])]
+    start = "import sys; sys.path[:0] = sys.argv[1:]; from {} import main; main()"
+    if BATCHING in given.peers:
+        found[BATCHING] = [sys.executable, "-c", start.format("real_batching"), *paths]
     if "vllm" in given.peers and given.vllm:
         found["vllm"] = PROGRAMS["vllm"].command(given.vllm)
     if LLAMA in given.peers and given.llama_cpp and model.gguf is not None:
-        here = Path(__file__).resolve()
-        start = "import sys; sys.path[:0] = sys.argv[1:]; from real_llama_cpp import main; main()"
-        found[LLAMA] = [given.llama_cpp, "-c", start, str(here.parent), str(here.parents[1])]
+        found[LLAMA] = [given.llama_cpp, "-c", start.format("real_llama_cpp"), *paths]
     return found
 
 
