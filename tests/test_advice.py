@@ -29,6 +29,7 @@ OTHERS = {
     "--format",
     "--local-dir",
     "--logdir",
+    "--runner",
 }  # flags of programs that are not ours
 OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/installer.py")  # write commands of SLURM's, pip's and uv's
 WHERE_INSTALLED = {

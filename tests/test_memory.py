@@ -271,7 +271,7 @@ def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
     assert few < more < device["batch"]["estimated_bytes"]
 
 
-def test_a_draft_s_weights_and_cache_are_part_of_the_estimate():
+def test_a_draft_s_weights_and_cache_are_part_of_the_estimate(no_probe):
     (_, plain), (_, drafted) = (examined(TEXT, [2], context=64, **more) for more in ({}, {"draft": "tiny"}))
     more = {name: drafted["batch"][name] - plain["batch"][name] for name in BYTES}
     assert more["weights_bytes"] == plain["batch"]["weights_bytes"]  # the model is its own draft
