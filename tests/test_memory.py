@@ -263,7 +263,7 @@ def test_what_cannot_be_had_is_refused_before_anything_is_tried(spec, changes, c
         examined(spec, **staged, **changes)
 
 
-def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
+def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for(no_probe):
     found, device = examined(TEXT, [2, 8, 64], context=64)
     assert found["asked"] == device["batch"]["batch"] == 64
     assert [one["batch"] for one in device["also"]] == [2, 8]
