@@ -61,6 +61,22 @@ class Processor:
     tests: Sequence[str]  # but for `--whole`: what differs from what newer ones and older ones do
 
 
+def flags_here() -> frozenset[str]:
+    """Of the first core, as Linux tells them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
+
+
+def numba_name() -> str:
+    """Of a processor whose instructions this one has. What LLVM unrolls and sums in parts follows from the name: for a
+    Zen 4 it does so where it does not for a Haswell; and the name brings its own features, AVX-512 with a Zen 4.
+    """
+    flags = flags_here()
+    if "avx512f" in flags:
+        return "znver4"
+    return "znver3" if "sse4a" in flags else "haswell"
+
+
 def switches(aten: str, onednn: str, mkl: str, numba: str, features: Sequence[str]) -> dict[str, str]:
     return {
         "ATEN_CPU_CAPABILITY": aten,
@@ -99,21 +115,15 @@ PROCESSORS = {
         switches("avx512", "AVX512_CORE", "AVX512", "skylake-avx512", AVX512),
         PRODUCTS,
     ),
-    "avx2": Processor(frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", "znver4", AVX2), DEPENDENT),
+    "avx2": Processor(
+        frozenset({"avx2", "fma", "bmi2"}), switches("avx2", "AVX2", "AVX2", numba_name(), AVX2), DEPENDENT
+    ),
 }
-"""Newest first. None of them multiplies bfloat16 itself. What LLVM unrolls and sums in parts follows from the name that
-Numba is given: for a Zen 4 it does so where it does not for a Haswell.
-"""
+"""Newest first. None of them multiplies bfloat16 itself."""
 
 
 def possible(flags: frozenset[str]) -> list[str]:
     return [name for name, processor in PROCESSORS.items() if processor.flags <= flags]
-
-
-def flags_here() -> frozenset[str]:
-    """Of the first core, as Linux tells them."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").partition(":")[2].split())
 
 
 def run(name: str, tests: Sequence[str]) -> int:
