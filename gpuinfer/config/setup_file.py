@@ -24,6 +24,9 @@ from gpuinfer.host.files import write_whole
 
 MOST_BYTES = 1 << 20
 
+ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "mistral-ids", "qwen3-coder", "glm4"]
+"""How a model writes calls of tools; auto: as its chat template shows."""
+
 
 class AdditionalModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Another model that the same server serves, with an engine, a queue and a strategy of its own."""
@@ -43,9 +46,7 @@ class ServerSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     strategy: str = "dynamic"
     strategy_options: Mapping[str, Any] = {}
     unmasking: Unmasking | None = None  # how masks are filled in where a request does not say
-    tool_format: Literal[
-        "auto", "hermes", "llama3", "mistral", "mistral-args", "mistral-ids", "qwen3-coder", "glm4"
-    ] = "auto"  # of calls in answers to chats
+    tool_format: ToolFormatName = "auto"  # of calls in answers to chats
     reasoning: Literal["auto", "none"] = "auto"  # whether thoughts are told apart from these
     served_model_name: str | None = None  # by which clients name the model; None: see `name`
     beside: tuple[AdditionalModel, ...] = ()  # the others that are served

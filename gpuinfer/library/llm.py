@@ -20,6 +20,7 @@ from gpuinfer.api import Backend, Limits, Priority, Progress, Strategy
 from gpuinfer.config import registry
 from gpuinfer.config.foreign_names import option_hint
 from gpuinfer.config.options import GivenValue, check
+from gpuinfer.config.setup_file import ToolFormatName
 from gpuinfer.errors import Closed, GpuinferError, UsageError
 from gpuinfer.host import children
 from gpuinfer.library.chat_answers import ChatAnswer, chat_answer
@@ -40,7 +41,7 @@ from gpuinfer.library.text_prompts import AnswerKeywords, OnePrompt, PromptReade
 from gpuinfer.library.text_scores import ContinuationScore, ScoringPrompts, scores_of
 from gpuinfer.library.text_stream import PendingText, TextStream
 from gpuinfer.runtime.background_session import BackgroundSession
-from gpuinfer.serving.answer_forms import AnswerForms, ToolFormatName
+from gpuinfer.serving.answer_forms import AnswerForms
 from gpuinfer.serving.model_language import ModelLanguage
 from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,

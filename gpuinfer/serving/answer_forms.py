@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gpuinfer.config.setup_file import ToolFormatName
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Prompt, Rendering
 from gpuinfer.serving.model_language import ModelLanguage
@@ -31,7 +32,6 @@ from gpuinfer.serving.openai.tool_schemas import ToolChoice, check_tool_grammars
 
 log = logging.getLogger(__name__)
 
-ToolFormatName = Literal["auto", "hermes", "llama3", "mistral", "mistral-args", "mistral-ids", "qwen3-coder", "glm4"]
 Reasoning = Literal["auto", "none"]
 MOST_CHARACTERS = 64 << 10  # of all tools' schemas: what one grammar may have
 PROBE = ({"role": "user", "content": "probe"},)

@@ -14,6 +14,7 @@ from pydantic import Field
 from gpuinfer import errors
 from gpuinfer.api import ModelSpec
 from gpuinfer.config import import_paths
+from gpuinfer.config.setup_file import ToolFormatName
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.models.row_layout import ARRAY_DTYPES, FLAT_DTYPES, array_spec
@@ -74,9 +75,9 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     served_model_name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:@+/-]{1,200}$", description="how clients name the model [its folder's name]"
     )
-    tool_format: Literal[
-        "auto", "hermes", "llama3", "mistral", "mistral-args", "mistral-ids", "qwen3-coder", "glm4"
-    ] = Field("auto", description="how a chat model writes calls of tools; auto: as its chat template shows")
+    tool_format: ToolFormatName = Field(
+        "auto", description="how a chat model writes calls of tools; auto: as its chat template shows"
+    )
     reasoning: Literal["auto", "none"] = Field(
         "auto", description="auto: what stands between <think> and </think> is told apart from answers to chats"
     )

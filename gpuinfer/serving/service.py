@@ -16,13 +16,14 @@ import msgspec
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.config.model_names import listed_names, meant_names, name_at_hub
+from gpuinfer.config.setup_file import ToolFormatName
 from gpuinfer.errors import BackendDied, unwrap
 from gpuinfer.generation import Generation, Sampling, Unmasking
 from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler
 from gpuinfer.http.parser import Malformed
 from gpuinfer.models.row_format import MEDIA_TYPE
 from gpuinfer.runtime.session import Session
-from gpuinfer.serving.answer_forms import AnswerForms, Reasoning, ToolFormatName
+from gpuinfer.serving.answer_forms import AnswerForms, Reasoning
 from gpuinfer.serving.health import RecentCounters, ReplicaHealth
 from gpuinfer.serving.model_language import ModelLanguage
 from gpuinfer.serving.openai.requests import BadRequest

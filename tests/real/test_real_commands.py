@@ -66,11 +66,8 @@ class Asking:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asking]:
-    with (
-        serving("--model", folder, *LIMITS, folder=tmp_path_factory.mktemp("served")) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client,
-    ):
-        yield Asking(client)
+    with serving("--model", folder, *LIMITS, folder=tmp_path_factory.mktemp("served")) as server:
+        yield Asking(server.openai)
 
 
 def test_a_served_chat_is_answered_right(served):

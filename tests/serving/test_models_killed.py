@@ -25,8 +25,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[Server, openai.OpenAI]
 
         def start(*words: object) -> tuple[Server, openai.OpenAI]:
             server = stack.enter_context(serving(*words, *OPTIONS, folder=tmp_path))
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS, max_retries=0)
-            return server, stack.enter_context(client)
+            return server, server.openai
 
         yield start
 

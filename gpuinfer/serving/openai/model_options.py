@@ -489,8 +489,15 @@ def model_fingerprint(spec: ModelSpec) -> str:
     return f"files {found.hexdigest()}"
 
 
-def arithmetic(setup: Setup) -> str:
-    """The number format of the model on this machine; the requested one where there is no such device."""
+def arithmetic(setup: Setup, of_backend: str) -> str:
+    """What answers are computed in: the number format, and what the backend's options change of it, as
+    `Backend.arithmetic` has it.
+    """
+    return " ".join(filter(None, (_number_format(setup), of_backend)))
+
+
+def _number_format(setup: Setup) -> str:
+    """Of the model on this machine; the requested one where there is no such device."""
     if setup.dtype != "bfloat16":
         return setup.dtype  # always, and known without importing torch
     from gpuinfer.text.precision import computes_in_here

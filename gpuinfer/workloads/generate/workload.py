@@ -309,7 +309,7 @@ class Generate(Workload):
             "chat_template_kwargs": dict(self.rendering.variables),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
-            "computes_in": " ".join(filter(None, (arithmetic(self.setup), backend_arithmetic))),
+            "computes_in": arithmetic(self.setup, backend_arithmetic),
             "model": model_fingerprint(self.model()),
             **({"adapters": [list(one) for one in adapter_digests(self.adapters).items()]} if self.adapters else {}),
         }

@@ -234,7 +234,7 @@ class Rollouts(Workload):
             **self.cast.deciding(),
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
-            "computes_in": " ".join(filter(None, (arithmetic(self.setup), backend_arithmetic))),
+            "computes_in": arithmetic(self.setup, backend_arithmetic),
             "model": model_fingerprint(self.model()),
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
