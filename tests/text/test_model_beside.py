@@ -23,6 +23,7 @@ class Slow:
 
     def __init__(self) -> None:
         self.generator = toy_generator(slots=16)
+        self.driver = Driver(self.generator)
         self.go = threading.Event()
         self.threads: dict[str, int] = {}
         self._prepare = self.generator.prepare
@@ -39,11 +40,16 @@ class Slow:
         while len(self.threads) < count:  # noqa: ASYNC110  other threads'
             await asyncio.sleep(0)
 
+    async def closed(self):
+        """Wait until the driver takes no more prompts."""
+        while self.driver.alive:  # noqa: ASYNC110  another thread's
+            await asyncio.sleep(0)
+
 
 @contextlib.asynccontextmanager
 async def opened():
     held = Slow()
-    model = TextModel(Driver(held.generator), lambda rows, seconds: None)
+    model = TextModel(held.driver, lambda rows, seconds: None)
     try:
         async with asyncio.timeout(WAIT_S):
             yield held, model
@@ -99,6 +105,7 @@ async def test_what_is_cancelled_or_closed_while_it_is_understood_is_told_so():
         first = asyncio.ensure_future(anext(stream))
         await held.reached(2)
         closing = asyncio.ensure_future(model.close())
+        await held.closed()
         held.go.set()
         events = [await first, *[event async for event in stream]]
         await closing
