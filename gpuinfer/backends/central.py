@@ -118,6 +118,7 @@ class Central(CentralRemote):
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
+        self.setup = model_options.with_stage_devices(self.setup, self.options.stages)
         if self.setup.share != 1.0:
             raise UsageError(
                 f"a share of {self.setup.share:g}: with the backend 'central' each model has a process of its own, and "

@@ -114,6 +114,7 @@ class InProcess(Backend):
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
+        self.setup = model_options.with_stage_devices(self.setup, self.options.stages)
         self.limits = Limits(self.options.max_rows or CPU_MAX_ROWS, self.options.in_flight or 1)
         if self._trains:
             self.notices = processor.training_notices(self.setup, self.options.compute)
@@ -193,7 +194,7 @@ class InProcess(Backend):
         if spec.kind == "text" and self.options.layers is not None:
             raise UsageError(
                 f"layers={self.options.layers} names the attribute with a module's layers, and those of a model of "
-                "text are known. Leave -B layers out; -B split_points=2,4 says where stages begin."
+                "text are known. Leave -B layers out; -B split_points=2,4 or their names say where stages begin."
             )
         return spec
 

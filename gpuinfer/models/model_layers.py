@@ -63,6 +63,29 @@ def find_layers(module: nn.Module, name: str, attribute: str | None, otherwise: 
     raise UsageError(f"the layers of {title(name)} cannot be told apart: {what}. {_cure(module, otherwise)}")
 
 
+def layer_paths(module: nn.Module, layers: Sequence[nn.Module]) -> list[list[str]]:
+    """For each of a module's layers the dotted paths that mean it, its own before those of what it begins with: of a
+    module that holds several layers (`encoder`) the first of these. A layer may be a wrapper that holds the named one.
+    """
+    within = [{id(part) for part in layer.modules()} for layer in layers]
+    held: dict[int, int] = {}  # the first layer that a module is in
+    for number, parts in enumerate(within):
+        for part in parts:
+            held.setdefault(part, number)
+    own: list[list[str]] = [[] for _ in layers]
+    holding: list[list[str]] = [[] for _ in layers]
+    for path, part in module.named_modules(remove_duplicate=False):
+        if not path:
+            continue
+        parent = module.get_submodule(path.rpartition(".")[0])
+        place = held.get(id(part))
+        if place is not None and id(parent) not in within[place]:
+            own[place].append(path)
+        elif place is None and (begins := [held[id(one)] for one in part.modules() if id(one) in held]):
+            holding[min(begins)].append(path)
+    return [one + more for one, more in zip(own, holding, strict=True)]
+
+
 def check_same(name: str, before: Any, again: Callable[[], Any], how: str, cure: str) -> None:
     """Raises `UsageError`, which ends with `cure`, unless the model called `how` ("layer by layer") answers `again` as
     it did `before`, up to rounding.

@@ -5,12 +5,15 @@ Without torch, which takes a second to load: a command line is checked before an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.config import JsonDict
 
+from gpuinfer.api import Setup
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
 
@@ -82,18 +85,86 @@ LAYERS = (
     "of stages and checkpoint_segments: the attribute with the layers, where they cannot be told, as encoder.blocks"
 )
 
+
+@dataclass(frozen=True, slots=True)
+class StageShare:
+    """A stage's device, `cpu` or `cuda:1`, and how many layers it has."""
+
+    device: str
+    layers: int
+
+
+SHARE = re.compile(r"(cpu|cuda:\d+):([1-9]\d{0,8})", re.ASCII)
+SHARES_CURE = "Write DEVICE:LAYERS for each stage, as cuda:0:12,cuda:1:20 or cpu:12,cpu:20; or a number of stages"
+
+
+def stage_shares(stages: int | str) -> tuple[StageShare, ...] | None:
+    """The stages of `cuda:0:12,cuda:1:20`, in order; a `+` parts them as well as a comma. None for a number and `auto`.
+    Raises `ValueError` for what cannot be read, fewer than two stages, and CPU and CUDA together.
+    """
+    if not isinstance(stages, str) or stages == "auto":
+        return None
+    found = []
+    for part in re.split(r"[,+]", stages):
+        read = SHARE.fullmatch(part.strip())
+        if read is None:
+            raise ValueError(f"'{part.strip()}' names no stage. {SHARES_CURE}")
+        found.append(StageShare(read[1], int(read[2])))
+    if not 2 <= len(found) <= MOST_STAGES:
+        raise ValueError(f"{len(found)} stage{'s' if len(found) > 1 else ''}. {SHARES_CURE}")
+    if len({share.device.partition(":")[0] for share in found}) > 1:
+        raise ValueError(f"{stages} mixes the CPU with CUDA devices. Name devices of one kind")
+    return tuple(found)
+
+
+def _stages(given: Any) -> Any:
+    """A number of stages, also where it is written as text, `auto`, or their shares."""
+    if isinstance(given, str) and given.isdecimal():
+        given = int(given)
+    if isinstance(given, int) and not isinstance(given, bool) and not 2 <= given <= MOST_STAGES:
+        raise ValueError(f"{given} stage{'' if given == 1 else 's'}, and there are 2 to {MOST_STAGES}. {SHARES_CURE}")
+    if isinstance(given, str):
+        stage_shares(given)
+    return given
+
+
+def with_stage_devices(setup: Setup, stages: int | str) -> Setup:
+    """The setup with the devices that `stages` names, each once, if it names any. Raises `UsageError` where the setup
+    names others.
+    """
+    shares = stage_shares(stages)
+    if shares is None:
+        return setup
+    named = list(dict.fromkeys(share.device for share in shares))
+    kind = named[0].partition(":")[0]
+    given = {one if (index := index_of(one)) is None or one == kind else f"cuda:{index}" for one in setup.devices}
+    if not given <= {"auto", "all", kind} and given != set(named):
+        raise UsageError(
+            f"--device {','.join(setup.devices)}, and stages={stages} puts the layers on {', '.join(named)}. Leave "
+            "--device out, or name the same devices."
+        )
+    return replace(setup, devices=tuple(named))
+
+
+def _point(given: Any) -> Any:
+    """A layer by its number, also where it is written as text, or by its name."""
+    return int(given) if isinstance(given, str) and given.isdecimal() else given
+
+
 Stages = Annotated[
-    Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"],
+    int | str,
+    BeforeValidator(_stages),
     Field(
-        description="of layers and pipeline: how many; auto: one a device, two on a single CPU",
+        description="of layers and pipeline: how many; auto: one a device, two on a single CPU; or the device and the "
+        "number of layers of each, as cuda:0:12,cuda:1:20",
         json_schema_extra=WITH_STAGES,
     ),
 ]
 SplitPoints = Annotated[
-    tuple[Annotated[int, Field(ge=1)], ...] | None,
+    tuple[Annotated[Annotated[int, Field(ge=1)] | str, BeforeValidator(_point)], ...] | None,
     Field(
-        description="of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and "
-        "memory",
+        description="of layers and pipeline: the layers at which stages begin, by number or by name, as 2,4 or "
+        "encoder.2,encoder.4; default by measured time and memory",
         json_schema_extra=WITH_STAGES,
     ),
 ]
@@ -113,9 +184,9 @@ class CutOptions(Protocol):
     @property
     def parallel(self) -> Parallel: ...
     @property
-    def stages(self) -> int | Literal["auto"]: ...
+    def stages(self) -> int | str: ...
     @property
-    def split_points(self) -> Sequence[int] | None: ...
+    def split_points(self) -> Sequence[int | str] | None: ...
     @property
     def micro_batch_rows(self) -> int | None: ...
 
@@ -153,8 +224,11 @@ def complaint_of(given: ForwardOptions, layers_serve: bool = False) -> str | Non
             f"-B parallel=pipeline or -B parallel=layers, or leave {name} out"
         )
     points, listed = given.split_points, said["split_points"]
-    if points is not None and (not points or list(points) != sorted(set(points))):
+    numbers = [point for point in points or () if isinstance(point, int)]  # where names stand only the model knows
+    if points is not None and (not points or numbers != sorted(set(numbers)) or len(set(points)) < len(points)):
         return f"split_points={listed} do not ascend. Name the layers at which stages begin in their order, such as 2,4"
+    if points is not None and stage_shares(given.stages) is not None:
+        return f"split_points={listed} and stages={given.stages} both say where stages begin. Leave one of them out"
     if points is not None and given.stages not in ("auto", len(points) + 1):
         return (
             f"split_points={listed} make {len(points) + 1} stages, and stages={given.stages} asks for another number. "

@@ -45,7 +45,7 @@ def frozen(network, dtype):
     ],
 )
 def test_layers_one_after_the_other_answer_as_the_model_to_the_bit(module, attribute, count, features):
-    segments = segments_of(module.eval(), "a-model", attribute)
+    segments = segments_of(module.eval(), "a-model", attribute).modules
     assert len(segments) == count
     with torch.inference_mode():
         value, expected = features.clone(), module(features.clone())

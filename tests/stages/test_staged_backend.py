@@ -172,7 +172,7 @@ async def test_stages_have_cores_of_their_own():
         ({"parallel": "layers", "split_points": (2, 2)}, "do not ascend"),
         ({"parallel": "layers", "split_points": (0,)}, "greater than or equal to 1"),
         ({"parallel": "layers", "split_points": (2,), "stages": 3}, "make 2 stages"),
-        ({"parallel": "layers", "stages": 1}, "greater than or equal to 2"),
+        ({"parallel": "layers", "stages": 1}, "1 stage, and there are 2 to 1024"),
         ({"parallel": "pipeline", "compile": True}, "Leave one of them out"),
         ({"parallel": "layers", "in_flight": 2}, "Use parallel=pipeline"),
         ({"parallel": "rows"}, "parallel"),

@@ -213,7 +213,7 @@ def _largest(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
 
 
 SPLITS = {
-    "given": "where -B split_points says",
+    "given": "where -B split_points or stages says",
     "time": "by how long each layer took just now; a run measures that anew: -B split_points={points} keeps it so",
     "weights": "by the weights; a run splits by how long each layer takes: -B split_points={points} makes it so",
 }

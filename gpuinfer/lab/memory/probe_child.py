@@ -17,6 +17,7 @@ from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.host import children, error_text
 from gpuinfer.host.child import Channel
 from gpuinfer.host.machine import memory_available
+from gpuinfer.models.model_options import with_stage_devices
 from gpuinfer.units import memory
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def examine_memory(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     spec = ModelSpec(**request["spec"])
     setup = Setup(model=spec, devices=tuple(request["devices"]), dtype=request["dtype"], seed=request["seed"])
+    setup = with_stage_devices(setup, request["options"].get("stages", "auto"))
     devices = resolve_devices(setup.devices)
     together = devices[0].type == "cpu"  # all copies, or stages, in one memory
     pages = request["options"].get("pages") or sys.maxsize  # each row that is there at once has one at least

@@ -32,6 +32,7 @@ from gpuinfer.models.footprint import (
 )
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, padded
 from gpuinfer.models.load import FactoryWants, title
+from gpuinfer.models.model_options import stage_shares
 from gpuinfer.models.open_model import CPU_MAX_ROWS, CUDA_MAX_ROWS, Opened, open_model
 from gpuinfer.models.pipeline.open_pipeline import cut_model, in_flight_of, open_staged
 from gpuinfer.models.pipeline.schedule import ROOM
@@ -199,9 +200,10 @@ class StagedRows:
             return
         with sizes_named(self._spec):
             cut = cut_model(self._spec, self._setup, self._tuning())
-        given = self._options["split_points"] is not None
+        given = self._options["split_points"] is not None or stage_shares(self._options["stages"]) is not None
         self._split_by = "given" if given else "time"
-        self._options["split_points"] = [start for start, _ in cut.split[1:]]  # the same one whenever it is opened
+        if stage_shares(self._options["stages"]) is None:
+            self._options["split_points"] = [start for start, _ in cut.split[1:]]  # the same one whenever it is opened
         self._places, self._cut, self._rows = [str(place) for place in cut.places], cut.split, cut.rows
         self._in_flight = in_flight_of(self._tuning(), cut.places)
         self._answer = FLOAT * sum(int(np.prod(shape)) for shape in cut.answer.shapes)

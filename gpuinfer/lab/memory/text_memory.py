@@ -19,6 +19,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.lab.memory.batch_trials import HEAVY, MemoryParts, StageParts, Stopwatch, at_once
 from gpuinfer.models.device import resolve_dtype
+from gpuinfer.models.model_options import stage_shares
 from gpuinfer.models.pipeline.schedule import ROOM
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.checkpoint.memory_estimate import (
@@ -257,16 +258,19 @@ class StagedText(TextModelMemory):
         known, checkpoint = empty_weights(self._checkpoint.layout, self._dtype), self._checkpoint
         sizes = list(layer_bytes(known))
         heavy = model_weight_bytes(checkpoint.layout, self._dtype) > HEAVY  # which is not read just to time its layers
-        if self._given.split_points is None and self._loaded and not heavy:
+        shares = stage_shares(self._given.stages)
+        given = self._given.split_points is not None or shares is not None
+        if not given and self._loaded and not heavy:
             self._split_by = "time"
             making = PortionSettings(self._shape, checkpoint.weights(self._dtype), self._dtype, self.length, False)
             cut = split_by_measured_times(making, checkpoint, self._places, self._setup, self._given)
         else:
-            self._split_by = "weights" if self._given.split_points is None else "given"
+            self._split_by = "given" if given else "weights"
             cut = split_by_times([sizes] * len(self._places), checkpoint, known, self._places, self._setup, self._given)
         points = tuple(start for start, _ in cut.split[1:])
         self._cut = cut
-        self._given = self._given.model_copy(update={"split_points": points})  # the same one whenever it is opened
+        if shares is None:
+            self._given = self._given.model_copy(update={"split_points": points})  # the same one whenever it is opened
         self._weights = [sum(sizes[start:stop]) for start, stop in cut.split]
 
     @property

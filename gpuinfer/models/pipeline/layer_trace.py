@@ -9,6 +9,7 @@ with the next one, and those after the last layer with that; values that are nee
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, fx, nn
 from gpuinfer.errors import UsageError
 from gpuinfer.host import error_text
 from gpuinfer.models.load import title
-from gpuinfer.models.model_layers import find_layers
+from gpuinfer.models.model_layers import find_layers, layer_paths
 
 
 class _Alone(nn.Module):
@@ -96,10 +97,19 @@ def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attr
     return segments
 
 
-def segments_of(module: nn.Module, name: str, attribute: str | None = None) -> list[nn.Module]:
+@dataclass(frozen=True)
+class Segments:
+    """A model as modules to be called in turn, and for each the dotted paths of modules that mean it."""
+
+    modules: Sequence[nn.Module]
+    paths: Sequence[Sequence[str]]
+
+
+def segments_of(module: nn.Module, name: str, attribute: str | None = None) -> Segments:
     """`module` as modules to be called in turn. Where its forward does more than call its layers
     (`models.model_layers`), it is cut at each of them. Raises `UsageError` for a model `name` whose layers cannot be
     told apart.
     """
     found = find_layers(module, name, attribute, "use -B parallel=data")
-    return traced_along(module, found.layers, name, found.path) if found.path else list(found.layers)
+    modules = traced_along(module, found.layers, name, found.path) if found.path else list(found.layers)
+    return Segments(modules, layer_paths(module, found.layers))

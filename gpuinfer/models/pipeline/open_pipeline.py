@@ -25,7 +25,7 @@ from gpuinfer.models.networks import unpack
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
 from gpuinfer.models.out_of_memory import LARGEST, LARGEST_OF_ROWS, keep_freed_memory
 from gpuinfer.models.pinned_memory import register
-from gpuinfer.models.pipeline.layer_trace import segments_of
+from gpuinfer.models.pipeline.layer_trace import Segments, segments_of
 from gpuinfer.models.pipeline.schedule import Pipeline
 from gpuinfer.models.pipeline.stage import CpuStage, CudaStage, Segment
 from gpuinfer.models.pipeline.stage_plan import (
@@ -39,6 +39,7 @@ from gpuinfer.models.pipeline.stage_plan import (
     places_of,
     rows_for,
     split_for,
+    starts_of,
     times_on,
 )
 from gpuinfer.models.pipeline.staged_forward import OnCpu, OnCuda, StagedForward, ToCuda, from_cuda
@@ -185,16 +186,17 @@ def cut_model(spec: ModelSpec, setup: Setup, tuning: RowsStageTuning) -> ModelCu
     if not on_cpu:
         unpack(module)
     answer = probe(module, spec, device=HOST, dtype=dtype)
-    segments = segments_of(module, spec.name, tuning.layers)
+    found = segments_of(module, spec.name, tuning.layers)
+    segments = found.modules
     check_cut(module, segments, spec, dtype)
 
-    places = places_of(tuning, devices, len(segments), spec.name)
+    places, starts = places_of(tuning, devices, found.paths, spec.name), starts_of(tuning, found.paths, spec.name)
     rows = rows_for(setup, tuning, on_cpu)
     features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
     threads = tuning.threads or (1 if setup.deterministic else None)
     times = times_on(places, setup, threads, lambda place, each: as_many_as_fit(segments, features, place, each))
     sizes = [module_bytes(segment) for segment in segments]
-    split = split_for(tuning, places, sizes, times, spec.name)
+    split = split_for(starts, places, sizes, times, spec.name)
     return ModelCut(segments, places, split, times, sizes, rows, answer, computed, on_cpu)
 
 
@@ -270,12 +272,12 @@ def check_layers(spec: ModelSpec, setup: Setup, options: StageOptions) -> None:
     points. Reads no weights.
     """
 
-    def count() -> int:
+    def find() -> Segments:
         bare = replace(spec, weights=None)
         module = build(bare, device=HOST, dtype=torch.float32, seed=setup.seed)
-        return len(segments_of(module, spec.name, options.layers))
+        return segments_of(module, spec.name, options.layers)
 
     devices = resolve_devices(setup.devices)
     with ThreadPoolExecutor(1) as thread:  # which ends: others are told their number of cores as they first compute
-        segments = thread.submit(count).result()
-    count_for(options, devices, segments, spec.name)
+        found = thread.submit(find).result()
+    count_for(options, devices, found.paths, spec.name)

@@ -8,6 +8,7 @@ Computing", IEEE Transactions on Computers 37:1, 1988).
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +23,11 @@ from gpuinfer.api import Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.models.cuda_graphs import wait_for_device
-from gpuinfer.models.device import MEGABYTE, device_name
+from gpuinfer.models.device import MEGABYTE, device_name, resolve_device
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, DETERMINISTIC_CHUNK_ROWS
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS as CUDA_DETERMINISTIC_CHUNK_ROWS
 from gpuinfer.models.load import title
-from gpuinfer.models.model_options import CutOptions, StageOptions
+from gpuinfer.models.model_options import CutOptions, StageOptions, stage_shares
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, ForwardTuning, cores_of
 from gpuinfer.models.out_of_memory import is_out_of_memory
 from gpuinfer.models.pipeline.stage import mapped, settle_on
@@ -139,25 +140,85 @@ class RowsStageTuning(ForwardTuning, StageOptions, Protocol):
     """The user's options for stages."""
 
 
-def places_of(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> list[torch.device]:
-    """The device of each stage; neighbouring stages share a device where there are fewer devices. Raises as `count_for`
-    does.
+LayerPaths = Sequence[Sequence[str]]
+"""For each layer of a model the dotted paths that mean it."""
+SHOWN = 8  # names in a message
+
+
+def starts_of(tuning: CutOptions, layers: LayerPaths, name: str) -> tuple[int, ...] | None:
+    """The layer at which each stage but the first begins; None: by measured time. Raises `UsageError` for a layer that
+    is not there, points that do not ascend, and shares of the layers that are not all of them.
     """
-    count = count_for(tuning, devices, layers, name)
+    shares = stage_shares(tuning.stages)
+    if shares is not None:
+        ends = list(accumulate(share.layers for share in shares))
+        if ends[-1] != len(layers):
+            raise UsageError(
+                f"stages={tuning.stages} puts {ends[-1]:,} layers on devices, and {title(name)} has {len(layers)}. "
+                f"Share out just these {len(layers)}."
+            )
+        return tuple(ends[:-1])
+    if tuning.split_points is None:
+        return None
+    starts = tuple(one if isinstance(one, int) else _layer_named(one, layers, name) for one in tuning.split_points)
+    listed = ",".join(map(str, tuning.split_points))
+    if any(not 0 < start < len(layers) for start in starts):
+        raise UsageError(
+            f"split_points={listed}: {title(name)} has {len(layers)} layers, 0 to {len(layers) - 1}, the first stage "
+            f"begins at 0, and another at each of the points. Name points from 1 to {len(layers) - 1}."
+        )
+    if list(starts) != sorted(set(starts)):
+        raise UsageError(
+            f"split_points={listed} are the layers {', '.join(map(str, starts))} of {title(name)}, which do not "
+            "ascend. Name the layers at which stages begin in their order."
+        )
+    return starts
+
+
+def _layer_named(wanted: str, layers: LayerPaths, name: str) -> int:
+    """The number of the layer that this dotted path means. Raises `UsageError` with the nearest names."""
+    known = {path: number for number, paths in reversed([*enumerate(layers)]) for path in paths}
+    if wanted in known:
+        return known[wanted]
+    single = [path for path in known if not any(other.startswith(f"{path}.") for other in known)]  # no holder of layers
+    if (within := next((path for path in single if wanted.startswith(f"{path}.")), None)) is not None:
+        raise UsageError(
+            f"split_points: '{wanted}' of {title(name)} is inside layer {known[within]}, '{within}', and a stage "
+            f"begins with a whole layer. Name '{within}'."
+        )
+    names = [paths[0] for paths in layers if paths]
+    if not names:
+        raise UsageError(
+            f"split_points: no layer of {title(name)} is called '{wanted}', and its layers have no names. Give their "
+            f"numbers, 1 to {len(layers) - 1}."
+        )
+    near = difflib.get_close_matches(wanted, list(known), n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(one) for one in near)}?" if near else ""
+    some = names if len(names) <= SHOWN else [*names[: SHOWN - 2], "…", names[-1]]
+    raise UsageError(
+        f"split_points: no layer of {title(name)} is called '{wanted}'.{hint} Its {len(layers)} layers: "
+        f"{', '.join(some)}."
+    )
+
+
+def places_of(tuning: CutOptions, devices: Sequence[torch.device], layers: LayerPaths, name: str) -> list[torch.device]:
+    """The device of each stage: the one that `stages` names; else neighbouring stages share a device where there are
+    fewer devices. Raises as `count_for` does.
+    """
+    count, shares = count_for(tuning, devices, layers, name), stage_shares(tuning.stages)
+    if shares is not None:
+        return [resolve_device(share.device) for share in shares]
     return [devices[number * len(devices) // count] for number in range(count)]
 
 
-def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> int:
-    """The number of stages. Raises `UsageError` for too few layers, and where one device needs a number to be named."""
-    on_cpu = devices[0].type == "cpu"
-    if tuning.split_points is not None:
-        count = len(tuning.split_points) + 1
-        if tuning.split_points and tuning.split_points[-1] >= layers:
-            raise UsageError(
-                f"split_points={','.join(map(str, tuning.split_points))}: {title(name)} has {layers} layers, 0 to "
-                f"{layers - 1}, and a stage begins at each of the points. Name points from 1 to {layers - 1}."
-            )
-    elif tuning.stages != "auto":
+def count_for(tuning: CutOptions, devices: Sequence[torch.device], paths: LayerPaths, name: str) -> int:
+    """The number of stages. Raises as `starts_of` does, for too few layers, and where one device needs a number to be
+    named.
+    """
+    on_cpu, layers, starts = devices[0].type == "cpu", len(paths), starts_of(tuning, paths, name)
+    if starts is not None:
+        count = len(starts) + 1
+    elif isinstance(tuning.stages, int):
         count = tuning.stages
     elif len(devices) > 1:
         count = len(devices)
@@ -222,15 +283,17 @@ def as_many_as_fit(segments: Sequence[nn.Module], features: Tensor, place: torch
 
 
 def split_for(
-    tuning: CutOptions,
+    starts: Sequence[int] | None,
     places: Sequence[torch.device],
     sizes: Sequence[int],
     times: Sequence[Sequence[float]],
     name: str,
 ) -> Split:
-    """The layers, of `sizes` bytes, of each stage. Raises `UsageError` where the devices have too little memory."""
-    if tuning.split_points is not None:
-        return list(pairwise([0, *tuning.split_points, len(sizes)]))
+    """The layers, of `sizes` bytes, of each stage; `starts`: as `starts_of` says. Raises `UsageError` where the devices
+    have too little memory.
+    """
+    if starts is not None:
+        return list(pairwise([0, *starts, len(sizes)]))
     room = [room_on(place, places) for place in places]
     found = least_largest(times, sizes, room)
     if found is None:

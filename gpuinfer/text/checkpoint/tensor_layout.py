@@ -105,6 +105,10 @@ class TensorLayout(Protocol):
         """All weights; those of a layer are taken on access."""
         ...
 
+    def layer_path(self, number: int) -> str:
+        """What the names of a layer's tensors begin with, without the last dot."""
+        ...
+
 
 @dataclass(frozen=True)
 class RotaryLayout:
@@ -123,6 +127,9 @@ class RotaryLayout:
         layers = UnreadLayers(shape.layers, lambda number: self._layer(number, take))
         norm = self._norm(f"{self.prefix}{names.norm}", shape.hidden, take)
         return Weights(embedding, layers, norm, _head(shape, names.head_of(self.prefix), embedding, take))
+
+    def layer_path(self, number: int) -> str:
+        return (self.prefix + self.names.layer.format(number)).rstrip(".")
 
     def _layer(self, number: int, take: Take) -> Layer:
         shape, names, biases = self.shape, self.names, self.biases
@@ -187,9 +194,12 @@ class Gpt2Layout:
         name = self.embedding_name or f"{self.prefix}wte.weight"
         embedding = take([TensorPart(name, (shape.vocabulary, shape.hidden))], False)
         positions = take([TensorPart(f"{self.prefix}wpe.weight", (shape.positions, shape.hidden))], False)
-        layers = UnreadLayers(shape.layers, lambda number: self._layer(f"{self.prefix}h.{number}.", take))
+        layers = UnreadLayers(shape.layers, lambda number: self._layer(f"{self.layer_path(number)}.", take))
         norm = self._norm(f"{self.prefix}ln_f", take)
         return Weights(embedding, layers, norm, _head(shape, self.head_name, embedding, take), positions)
+
+    def layer_path(self, number: int) -> str:
+        return f"{self.prefix}h.{number}"
 
     def _layer(self, prefix: str, take: Take) -> Layer:
         hidden, inner, biases = self.shape.hidden, self.shape.intermediate, self.biases

@@ -23,7 +23,7 @@ from gpuinfer.models.load import title
 from gpuinfer.models.model_options import CutOptions
 from gpuinfer.models.pipeline.open_pipeline import parallel_facts, placed, readings_of, threads_of
 from gpuinfer.models.pipeline.schedule import Pipeline
-from gpuinfer.models.pipeline.stage_plan import Split, fits_one, in_thread, places_of, split_for, times_on
+from gpuinfer.models.pipeline.stage_plan import Split, fits_one, in_thread, places_of, split_for, starts_of, times_on
 from gpuinfer.text.decoder.open_decoder import Sizing, estimate, free_memory, kernels_for, open_and_try, own_kernels
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.stages.staged_decoder import MicroBatchCutter, Portion, PortionDecoder, PortionSegment, StagedDecoder
@@ -120,7 +120,15 @@ def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list
         )
     if not checkpoint.shape.layers:
         raise UsageError(f"{title(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
-    return places_of(tuning, resolve_devices(setup.devices), checkpoint.shape.layers, checkpoint.name)
+    return places_of(tuning, resolve_devices(setup.devices), layer_paths(checkpoint), checkpoint.name)
+
+
+def layer_paths(checkpoint: Checkpoint) -> list[list[str]]:
+    """As the checkpoint's tensors call each layer, with and without what precedes all names (`model.layers.4`,
+    `layers.4`).
+    """
+    named = (checkpoint.layout.layer_path(number) for number in range(checkpoint.shape.layers))
+    return [list(dict.fromkeys([path, ".".join(path.split(".")[-2:])])) for path in named]
 
 
 def split_by_times(
@@ -135,7 +143,8 @@ def split_by_times(
     `UsageError` where the devices have no room for them.
     """
     sizes = list(layer_bytes(weights))
-    split = split_for(tuning, places, sizes, times, checkpoint.name)
+    starts = starts_of(tuning, layer_paths(checkpoint), checkpoint.name)
+    split = split_for(starts, places, sizes, times, checkpoint.name)
     seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
     portions = [Portion(checkpoint.shape, start, stop) for start, stop in split]
     return TextCut(places, split, sizes, threads_of(seconds, setup, tuning.threads), portions)
