@@ -173,6 +173,7 @@ FACADES: dict[str, set[str]] = {
         "answer_forms",
         "embedding_endpoint",
         "health",
+        "kserve_health",
         "model_language",
         "monitoring.live_page",
         "monitoring.metrics",

@@ -20,6 +20,7 @@ from gpuinfer.http.access import Access
 from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
+from gpuinfer.serving.kserve_health import health_routes
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
 from gpuinfer.serving.monitoring.metrics import (
     CONTENT_TYPE,
@@ -82,6 +83,7 @@ class ControlServer:
         workers = "/workers"
         return [
             Route("GET", "/health", self._health, "open", "Whether a worker takes requests"),
+            *health_routes(lambda: True, lambda: self._fleet.status == "ready"),
             Route("GET", "/stats", self._stats, "api", "What the fleet has counted"),
             Route("GET", "/metrics", self._metrics, "api", "The same for Prometheus"),
             Route("GET", "/openapi.json", self._openapi, "api", "This document"),
@@ -192,6 +194,7 @@ def _described(routes: tuple[Route, ...]) -> Mapping[str, Any]:
     for route in routes:
         responses = {"default": {"description": "An error in OpenAI's shape, or the answer."}}
         told: dict[str, Any] = {"summary": route.summary, "responses": responses, **route.openapi}
+        told.pop("error", None)
         if "{id}" in route.path:
             told["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "integer"}}]
         paths.setdefault(route.path, {})[route.method.lower()] = told

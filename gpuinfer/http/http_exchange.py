@@ -43,9 +43,15 @@ def error_body(message: str, type: str, param: str | None = None, code: str | No
     return {"error": {"message": " ".join(message.split()), "type": type, "param": param, "code": code}}
 
 
-def error_bytes(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The body of an error in OpenAI's shape."""
-    return json.dumps(error_body(message, type, param, code)).encode()
+def is_kserve(path: str) -> bool:
+    """Whether a path is one of KServe's inference protocol, whose errors are {"error": MESSAGE}."""
+    return path.startswith(("/v2/models/", "/v2/health/", "/v2/repository/"))
+
+
+def error_bytes(message: str, type: str, code: str | None = None, path: str = "") -> bytes:
+    """The body of an error in OpenAI's shape, or in KServe's where the path is one of its protocol."""
+    told = error_body(message, type, None, code)
+    return json.dumps({"error": told["error"]["message"]} if is_kserve(path) else told).encode()
 
 
 def error_type_of(status: int) -> str:
@@ -200,7 +206,8 @@ class Exchange:
     ) -> None:
         """Respond with an error in OpenAI's shape. `kind` None: as the status says."""
         self.notes["refused"] = message
-        self.respond(status, error_bytes(message, kind or error_type_of(status), None, code), headers=headers)
+        body = error_bytes(message, kind or error_type_of(status), code, self.path)
+        self.respond(status, body, headers=headers)
 
     def begin(self, status: int, content_type: str, headers: Pairs = ()) -> None:
         """Begin a response whose length is not known: in chunks, for HTTP/1.0 up to the connection's end."""

@@ -264,7 +264,8 @@ class ServerConnection(asyncio.Protocol):
         else:
             exchange.status, exchange.notes["refused"] = error.status, error.message
             http_exchange.log_exchange(exchange)
-        body = http_exchange.error_bytes(error.message, http_exchange.error_type_of(error.status))
+        path = "" if exchange is None else exchange.path
+        body = http_exchange.error_bytes(error.message, http_exchange.error_type_of(error.status), path=path)
         retry = http_exchange.RETRY if error.status == 503 else ()
         head = http_exchange.head_bytes(error.status, "application/json", len(body), False, retry)
         self.transport.write(head if exchange is not None and exchange.method == "HEAD" else head + body)

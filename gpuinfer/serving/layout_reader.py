@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any
 
@@ -62,6 +62,12 @@ class LayoutReader:
             tensors, _ = from_body(body)
         except NotTensors as error:
             raise BadRequest(f"the body is not as it should be: {error}") from error
+        return self.from_arrays(tensors)
+
+    def from_arrays(self, tensors: Mapping[str, NDArray[Any]]) -> Any:
+        """The rows for the session, of arrays [rows, …] by the leaves' names; that of an only leaf may have any.
+        Raises `BadRequest`.
+        """
         names = self._layout.names
         if len(names) == 1 and len(tensors) == 1:
             tensors = {names[0]: next(iter(tensors.values()))}
@@ -98,7 +104,7 @@ class LayoutReader:
         """One array, [rows, *shape], of its nested lists. Raises `BadRequest` for other depths, values and lengths."""
         field = where.partition("[")[0]
         try:
-            lists = _decoder(leaf.dtype, len(leaf.shape) + (not alone)).decode(raw)
+            lists = values_decoder(leaf.dtype, len(leaf.shape) + (not alone)).decode(raw)
         except (ValueError, RecursionError) as error:
             raise BadRequest(f"`{where}`: {error}. {self._cure}", field) from error
         try:
@@ -166,7 +172,7 @@ def _shown(form: Any) -> str:
 
 
 @cache
-def _decoder(dtype: str, depth: int) -> msgspec.json.Decoder[Any]:
+def values_decoder(dtype: str, depth: int) -> msgspec.json.Decoder[Any]:
     """Of lists nested so deep, of values that fit the dtype."""
     kind: Any
     if dtype in FLOATS:

@@ -7,6 +7,7 @@ metrics, and the live page.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from gpuinfer.http.route_table import Route
 from gpuinfer.models.row_format import MEDIA_TYPE
 from gpuinfer.serving.embedding_endpoint import EmbeddingsBody, embeddings
 from gpuinfer.serving.health import replica_stats
+from gpuinfer.serving.kserve_endpoint import kserve_routes
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
 from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition, models_up_family, served_models_family
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
@@ -64,6 +66,7 @@ ERRORS = {
     "500": "The model failed.",
     "503": "Loading or shutting down. Come again after Retry-After seconds.",
 }
+PLAIN_PATH = re.compile(r"[/{}]+")
 TEMPLATE = "#/components/schemas/{name}"
 
 
@@ -88,11 +91,13 @@ def openapi_document(routes: Sequence[Route], url: str = "/") -> dict[str, Any]:
 
 def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     own = route.openapi
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    named, form = own.get("error", ("Error", ERROR))
+    schemas[named] = form
+    error = {"application/json": {"schema": {"$ref": TEMPLATE.format(name=named)}}}
     errors = {code: {"description": text, "content": error} for code, text in ERRORS.items()}
     made: dict[str, Any] = {
         "summary": route.summary,
-        "operationId": f"{route.method.lower()}{route.path.replace('/', '_').rstrip('_')}",
+        "operationId": f"{route.method.lower()}{PLAIN_PATH.sub('_', route.path).rstrip('_')}",
         "responses": {**errors, **own.get("responses", {"200": {"description": "Done."}})},
     }
     if route.access != "open":
@@ -232,6 +237,7 @@ def replica_routes(served: ServedModels) -> list[Route]:
         _health(served),
         Route("GET", "/v1/models", _models(served), "api", "The models and their limits.", _MODELS),
         *(each[0] if len(each) == 1 else _chosen(served, each)),
+        *kserve_routes(served),
         Route("GET", "/stats", _stats(served), "api", "Counters, times and rates of the last seconds.", _STATS),
         *monitoring_routes(served),
     ]

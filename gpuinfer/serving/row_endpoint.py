@@ -73,6 +73,10 @@ class RowsReader:
             block = rows_from_body(body)
         except NotTensors as error:
             raise BadRequest(f"the body is not as it should be: {error}") from error
+        return self.from_array(block)
+
+    def from_array(self, block: Block) -> Block:
+        """The block, checked. Raises `BadRequest`."""
         wanted = row_format.row_shape(self._spec)
         if block.dtype != self._dtype or block.shape[1:] != wanted:
             raise BadRequest(
@@ -119,8 +123,8 @@ class EvaluateEndpoint:
         self._names = ("policy", "values") if plays else ()
 
     @cached_property
-    def _reader(self) -> RowsReader | LayoutReader:
-        """Once the backend has started and its limits are known."""
+    def reader(self) -> RowsReader | LayoutReader:
+        """Of this model's rows; to be had once the backend has started and its limits are known."""
         spec, most = self._service.spec, self._service.widest
         if spec.layout is not None:
             return LayoutReader(spec.layout, most, self._session.remote)
@@ -136,19 +140,33 @@ class EvaluateEndpoint:
                 f"{MEDIA_TYPE}."
             )
         if binary:
-            block = self._reader.from_tensors(exchange.body)
+            block = self.reader.from_tensors(exchange.body)
         else:
-            block, alone, name = await self._service.decoded(self._reader.from_json, exchange.body)
+            block, alone, name = await self._service.decoded(self.reader.from_json, exchange.body)
         self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
-        group = self._reader.group_of(block) if isinstance(self._reader, LayoutReader) else None
-        result = await self._session(block, rows=len(block), group=group, **session_arguments(asking))
-        if isinstance(result, CheckedResult):
-            result = result.value
+        result = await self.answer(block, asking)
         if wanted.startswith(MEDIA_TYPE) or (binary and not wanted.startswith("application/json")):
             exchange.respond(200, answer_to_body(result), MEDIA_TYPE, plain_headers(asking.id))
             return
         written = await asyncio.to_thread(self._json, result, alone) if len(block) > MANY else self._json(result, alone)
         exchange.respond(200, written, headers=plain_headers(asking.id))
+
+    async def answer(self, block: Any, asking: RequestContext) -> Result:
+        """The model's answer to rows of the reader: an array [rows, …], or a tuple or dict of such."""
+        group = self.reader.group_of(block) if isinstance(self.reader, LayoutReader) else None
+        result = await self._session(block, rows=len(block), group=group, **session_arguments(asking))
+        return result.value if isinstance(result, CheckedResult) else result
+
+    def parts(self, result: Result) -> Mapping[str, Any] | None:
+        """The arrays of an answer by their names: of a tuple `policy` and `values` or their places; None: it is one
+        array.
+        """
+        if isinstance(result, Mapping):
+            return {str(name): one for name, one in result.items()}
+        if isinstance(result, Sequence):
+            names = self._names if len(self._names) == len(result) else tuple(map(str, range(len(result))))
+            return dict(zip(names, result, strict=True))
+        return None
 
     def _json(self, result: Result, alone: bool) -> bytes:
         """`{"outputs": …}`, or `{"y": …}` for one row given as `x`: of one tensor its rows, else each by name. Infinite
@@ -158,11 +176,6 @@ class EvaluateEndpoint:
         def plain(one: Any) -> Any:
             return one[0].tolist() if alone else one.tolist()
 
-        if isinstance(result, Mapping):
-            said: Any = {str(name): plain(one) for name, one in result.items()}
-        elif isinstance(result, Sequence):
-            names = self._names if len(self._names) == len(result) else map(str, range(len(result)))
-            said = {name: plain(one) for name, one in zip(names, result, strict=True)}
-        else:
-            said = plain(np.asarray(result))
+        parts = self.parts(result)
+        said = plain(np.asarray(result)) if parts is None else {name: plain(one) for name, one in parts.items()}
         return encode({"y" if alone else "outputs": said})

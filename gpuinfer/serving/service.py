@@ -19,7 +19,7 @@ from gpuinfer.config.model_names import listed_names, meant_names, name_at_hub
 from gpuinfer.config.setup_file import ToolFormatName
 from gpuinfer.errors import BackendDied, unwrap
 from gpuinfer.generation import Generation, Sampling, Unmasking
-from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler
+from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler, is_kserve
 from gpuinfer.http.parser import Malformed
 from gpuinfer.models.row_format import MEDIA_TYPE
 from gpuinfer.runtime.session import Session
@@ -35,6 +35,7 @@ from gpuinfer.serving.request import (
     NoSuchModel,
     RequestContext,
     Unavailable,
+    encode,
     new_id,
     plain_headers,
     request_context,
@@ -182,7 +183,8 @@ class ModelService:
     def _refuse(self, exchange: Exchange, error: BaseException, request_id: str) -> None:
         refused = self.refused(error, request_id)
         exchange.notes |= {"id": request_id, "refused": refused.message}
-        exchange.respond(refused.status, refused.body, headers=plain_headers(request_id, refused.headers))
+        body = encode({"error": refused.message}) if is_kserve(exchange.path) else refused.body
+        exchange.respond(refused.status, body, headers=plain_headers(request_id, refused.headers))
 
     def spent(self, exchange: Exchange, input_tokens: int, output_tokens: int) -> None:
         """Record a request's tokens so far: for the log and quotas here, and for a router's, which reads no answers."""
@@ -342,7 +344,9 @@ class ServedModels:
         return handle
 
     async def _named(self, exchange: Exchange) -> str | None:
-        """The model that the body names, or else the query."""
+        """The model that the path or the body names, or else the query."""
+        if (name := exchange.parameters.get("model")) is not None:
+            return name
         plain = exchange.path != WITHOUT_JSON and not exchange.headers.get("content-type", "").startswith(MEDIA_TYPE)
         if plain:
             body = exchange.body[resumed_bytes(exchange.headers, self.services[0].behind_router) :]

@@ -20,7 +20,7 @@ from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.http.http_exchange import ClientGone, Exchange
 from gpuinfer.runtime.session import Session
-from gpuinfer.serving.openai.requests import BadRequest, PromptDefaults, RequestReader, unreadable
+from gpuinfer.serving.openai.requests import BadRequest, ParsedRequest, PromptDefaults, RequestReader, unreadable
 from gpuinfer.serving.openai.responses import Chunks, Envelope, response
 from gpuinfer.serving.openai.schema import MOST_TOKENS, Samples, Seed, Some, Temperature
 from gpuinfer.serving.request import (
@@ -242,19 +242,12 @@ def completions(service: ModelService, url: str) -> Work:
         adapter = service.adapter_of(exchange.query.get("model") if asked[0].model is None else asked[0].model)
         for one in asked:
             check_request(one.prompt, service.widest)
-        several, samples, prompts = len(asked) > 1, asked[0].prompt.samples, []
+        samples = asked[0].prompt.samples
         if any(sample >= samples * len(asked) for sample in begun or ()):
             raise BadPrompt(
                 f"something has been sent of a sample that was not asked for: there are {samples * len(asked)}."
             )
-        for index, one in enumerate(asked):
-            own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
-            if one.prompt.sampling.seed is None:  # each draws its own answer; those with a seed that of the seed
-                own["key"] = f"{asking.id}.{index}" if several else asking.id
-            if begun is not None:
-                known = (begun.get(index * samples + sample) for sample in range(samples))
-                own["begun"] = tuple(() if one is None else one.tokens for one in known)
-            prompts.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
+        prompts = keyed_prompts(asked, asking, adapter, begun)
         form, texts = None, dict[int, str]()
         if asked[0].chat:
             first = asked[0]
@@ -278,6 +271,25 @@ def completions(service: ModelService, url: str) -> Work:
             exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
 
     return work
+
+
+def keyed_prompts(
+    asked: Sequence[ParsedRequest],
+    asking: RequestContext,
+    adapter: str | None,
+    begun: Mapping[int, ResumedSample] | None = None,
+) -> list[Prompt]:
+    """The prompts of one request, each with its adapter, its key, and what an earlier attempt has sent of it."""
+    prompts, several, samples = [], len(asked) > 1, asked[0].prompt.samples
+    for index, one in enumerate(asked):
+        own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if one.prompt.sampling.seed is None:  # each draws its own answer; those with a seed that of the seed
+            own["key"] = f"{asking.id}.{index}" if several else asking.id
+        if begun is not None:
+            known = (begun.get(index * samples + sample) for sample in range(samples))
+            own["begun"] = tuple(() if one is None else one.tokens for one in known)
+        prompts.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
+    return prompts
 
 
 class PredictBody(Struct, forbid_unknown_fields=True):

@@ -405,7 +405,8 @@ class RouterClientConnection(asyncio.Protocol):
             notes["replica"] = request.member
         if not refused and request.error_body:
             with contextlib.suppress(ValueError, LookupError, TypeError):
-                refused = str(json.loads(request.error_body)["error"]["message"])
+                error = json.loads(request.error_body)["error"]
+                refused = error if isinstance(error, str) else str(error["message"])
         if refused:
             notes["refused"] = refused
         self._log(request.head, status, self._relay.clock() - request.started, notes)
@@ -431,7 +432,9 @@ class RouterClientConnection(asyncio.Protocol):
             name, _, value = route.decode("latin-1").strip().partition(": ")
             headers.append((name, value))
         kind = refusal.kind or http_exchange.error_type_of(refusal.status)
-        body = http_exchange.error_bytes(refusal.message, kind, code=refusal.code)
+        about = self._last_head if request is None else request.head
+        path = "" if about is None else about.target.decode("ascii")
+        body = http_exchange.error_bytes(refusal.message, kind, refusal.code, path)
         head = http_exchange.head_bytes(refusal.status, "application/json", len(body), keep, headers)
         self._transport.write(head if request is not None and request.method == b"HEAD" else head + body)
         if request is not None:

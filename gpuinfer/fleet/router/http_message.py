@@ -13,7 +13,8 @@ CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/up
 
 OF_MODELS = frozenset(
     {"/predict", "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score"}
-)  # beside those under /v1/
+)  # beside those of a prefix
+PREFIXES = ("/v1/", "/v2/models/", "/v2/repository/")  # the last two of KServe's protocol
 
 CHUNKED, UNTIL_CLOSE = -1, -2  # lengths of bodies in chunks, and of bodies that end with their connection
 LONGEST_ID = 200  # a longer X-Request-Id is not passed on
@@ -75,7 +76,7 @@ class RequestHead:
         self.expects = "expect" in headers
         self.method, self.target = shape["method"].encode(), shape["target"].encode("latin-1")
         path = check_target(self.target)
-        to_model = path.startswith("/v1/") and path not in CHANGES  # which concern all replicas
+        to_model = path.startswith(PREFIXES) and path not in CHANGES  # which concern all replicas
         self.to_replicas = to_model or path in OF_MODELS  # else to the control application
         request_id = headers.get("x-request-id", "").encode("latin-1")
         self.request_id = request_id if len(request_id) <= LONGEST_ID else b""

@@ -1,0 +1,262 @@
+"""What users of a batching toolkit expect: KServe's protocol with Triton's own client, a list for several models, copies
+behind compute, a profile on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from serving.replica_servers import Server, bearer, serving, write_keys
+
+import gpuinfer
+
+WAIT_S = 120
+ROWS = ("--features", 16, "--actions", 4, "--seats", 2)
+
+
+def triton(url: str, script: str, key: str = "") -> dict[str, Any]:
+    """What `answer` holds after a script of Triton's own client, `client` of `http` (`tritonclient.http`), in a process
+    of its own: its event loop (gevent) is not that of the tests.
+    """
+    begin = (
+        "import json, sys\nimport numpy as np\nimport tritonclient.http as http\n"
+        "from tritonclient.utils import InferenceServerException\n"
+        "url, key = sys.argv[1:]\nheaders = {'Authorization': f'Bearer {key}'} if key else None\nanswer = {}\n"
+        "def tensor(name, array, datatype, binary=True):\n"
+        "    made = http.InferInput(name, list(array.shape), datatype)\n"
+        "    made.set_data_from_numpy(array, binary_data=binary)\n"
+        "    return made\n"
+        f"client = http.InferenceServerClient(url, network_timeout={WAIT_S}, connection_timeout={WAIT_S})\n"
+    )
+    words = [sys.executable, "-c", f"{begin}{script}\nclient.close()\nprint(json.dumps(answer))"]
+    words += [url.removeprefix("http://"), key]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+class Parts(torch.nn.Module):
+    """Rows of many dtypes, and answers of many."""
+
+    def forward(self, row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        total = row["ids"].float().sum(1) + row["half"].float().sum(1) + row["image"].float().flatten(1).sum(1)
+        signed = torch.where(row["flag"], total, -total)
+        return {"total": signed, "count": row["count"] + 1, "flag": ~row["flag"], "pixels": row["image"][:, 0]}
+
+
+EXAMPLE = {
+    "ids": torch.ones(3, dtype=torch.int64),
+    "half": torch.ones(2, dtype=torch.float16),
+    "image": torch.ones(2, 4, dtype=torch.uint8),
+    "flag": torch.tensor(True),
+    "count": torch.tensor(1, dtype=torch.int32),
+}
+
+
+@pytest.fixture(scope="module")
+def parts() -> Iterator[str]:
+    """The address of a server of `Parts`."""
+    with gpuinfer.serve(Parts(), example=EXAMPLE, name="parts", threads=1) as server:
+        yield server.url
+
+
+INPUTS = """
+rows = 5
+ids = np.arange(rows * 3, dtype=np.int64).reshape(rows, 3)
+half = np.full((rows, 2), 0.5, np.float16)
+image = np.arange(rows * 8, dtype=np.uint8).reshape(rows, 2, 4)
+flag = np.array([True, False, True, False, True])
+count = np.arange(rows, dtype=np.int32)
+inputs = [tensor("ids", ids, "INT64"), tensor("half", half, "FP16"), tensor("image", image, "UINT8"),
+          tensor("flag", flag, "BOOL"), tensor("count", count, "INT32")]
+total = ids.sum(1) + half.sum(1) + image.reshape(rows, -1).sum(1)
+expected = {"total": np.where(flag, total, -total), "count": count + 1, "flag": ~flag, "pixels": image[:, 0]}
+"""
+
+
+def test_tritons_client_infers_with_tensors_of_every_dtype_binary_and_as_json(parts):
+    said = triton(
+        parts,
+        INPUTS
+        + """
+result = client.infer("parts", inputs, request_id="17", priority=1, timeout=100_000_000)
+answer["id"] = result.get_response()["id"]
+answer["binary"] = all(np.array_equal(result.as_numpy(name), value) for name, value in expected.items())
+answer["dtypes"] = {name: str(result.as_numpy(name).dtype) for name in expected}
+plain = [tensor("half", half, "FP16")] + [
+    tensor(name, array, datatype, binary=False)
+    for name, array, datatype in (("ids", ids, "INT64"), ("image", image, "UINT8"), ("flag", flag, "BOOL"),
+                                  ("count", count, "INT32"))]
+wanted = [http.InferRequestedOutput("total", binary_data=False), http.InferRequestedOutput("count", binary_data=True)]
+result = client.infer("parts", plain, outputs=wanted, model_version="1")
+answer["plain"] = bool(np.array_equal(result.as_numpy("total"), expected["total"])
+                       and np.array_equal(result.as_numpy("count"), expected["count"]))
+answer["others"] = result.as_numpy("flag") is not None
+""",
+    )
+    dtypes = {"total": "float32", "count": "int32", "flag": "bool", "pixels": "uint8"}
+    assert said == {"id": "17", "binary": True, "dtypes": dtypes, "plain": True, "others": False}
+
+
+def test_tritons_client_finds_health_metadata_and_configuration(parts):
+    said = triton(
+        parts,
+        """
+answer["alive"] = [client.is_server_live(), client.is_server_ready(), client.is_model_ready("parts"),
+                   client.is_model_ready("parts", "1"), client.is_model_ready("other"),
+                   client.is_model_ready("parts", "2")]
+answer["server"] = client.get_server_metadata()
+answer["model"] = client.get_model_metadata("parts")
+answer["config"] = client.get_model_config("parts")
+answer["index"] = client.get_model_repository_index()
+""",
+    )
+    assert said["alive"] == [True] * 4 + [False] * 2
+    assert said["server"]["name"] == "gpuinfer"
+    assert "binary_tensor_data" in said["server"]["extensions"]
+    assert said["model"]["versions"] == ["1"]
+    assert {one["name"]: (one["datatype"], one["shape"]) for one in said["model"]["inputs"]} == {
+        "ids": ("INT64", [-1, 3]),
+        "half": ("FP16", [-1, 2]),
+        "image": ("UINT8", [-1, 2, 4]),
+        "flag": ("BOOL", [-1]),
+        "count": ("INT32", [-1]),
+    }
+    assert {one["name"]: (one["datatype"], one["shape"]) for one in said["model"]["outputs"]} == {
+        "total": ("FP32", [-1]),
+        "count": ("INT32", [-1]),
+        "flag": ("BOOL", [-1]),
+        "pixels": ("UINT8", [-1, 4]),
+    }
+    assert said["config"]["max_batch_size"] >= 1
+    assert {"name": "image", "data_type": "TYPE_UINT8", "dims": [2, 4]} in said["config"]["input"]
+    assert said["index"] == [{"name": "parts", "version": "1", "state": "READY", "reason": ""}]
+
+
+def test_tritons_client_reads_errors_as_the_protocol_says_them(parts):
+    said = triton(
+        parts,
+        INPUTS
+        + """
+def fails(*given, **more):
+    try:
+        client.infer(*given, **more)
+    except InferenceServerException as error:
+        return [error.status(), error.message()]
+answer["model"] = fails("other", inputs)
+answer["version"] = fails("parts", inputs, model_version="7")
+answer["input"] = fails("parts", inputs[1:])
+answer["dtype"] = fails("parts", [tensor("ids", ids.astype(np.int32), "INT32"), *inputs[1:]])
+answer["shape"] = fails("parts", [tensor("ids", ids[:, :2], "INT64"), *inputs[1:]])
+answer["rows"] = fails("parts", [tensor("ids", ids[:2], "INT64"), *inputs[1:]])
+answer["finite"] = fails("parts", [inputs[0], tensor("half", half * np.float16("nan"), "FP16"), *inputs[2:]])
+answer["output"] = fails("parts", inputs, outputs=[http.InferRequestedOutput("nothing")])
+answer["classes"] = fails("parts", inputs, outputs=[http.InferRequestedOutput("total", class_count=2)])
+answer["sequence"] = fails("parts", inputs, sequence_id=3)
+answer["compressed"] = fails("parts", inputs, request_compression_algorithm="gzip")
+try:
+    client.get_model_metadata("other")
+except InferenceServerException as error:
+    answer["metadata"] = [error.status(), error.message()]
+try:
+    client.load_model("parts")
+except InferenceServerException as error:
+    answer["load"] = [error.status(), error.message()]
+""",
+    )
+    begins = {name: (status, message) for name, (status, message) in said.items()}
+    assert begins["model"][0] == begins["version"][0] == begins["metadata"][0] == begins["load"][0] == "404"
+    assert "'parts'" in begins["model"][1]
+    for name, word in {
+        "input": "'ids' INT64 [-1, 3]",
+        "dtype": "'ids' is INT32 [5, 3]",
+        "shape": "'ids' is INT64 [5, 2]",
+        "rows": "rows",
+        "finite": "NaN",
+        "output": "'total'",
+        "classes": "classification",
+        "sequence": "'sequence_id'",
+        "compressed": "gzip",
+    }.items():
+        status, message = begins[name]
+        assert (status, word in message) == ("400", True), (name, message)
+
+
+def test_rows_of_flat_features_and_texts_are_answered_too_with_keys_and_metrics(tmp_path):
+    write_keys(tmp_path / "api", "the-key")
+    words = ("--model", "net=blobnet-small,small=tiny", *ROWS, "-B", "threads=1", "-B", "slots=4")
+    with serving(*words, "--api-key-file", "api", folder=tmp_path) as server:
+        said = triton(
+            server.url,
+            """
+assert client.is_server_ready()
+rows = np.full((6, 16), 0.25, np.float32)
+rows[:, :4] = 1
+result = client.infer("net", [tensor("rows", rows, "FP32")], headers={**headers})
+answer["policy"], answer["values"] = result.as_numpy("policy").tolist(), result.as_numpy("values").shape
+texts = np.array(["one two", "three"], object)
+asked = [tensor("text_input", texts, "BYTES", binary) for binary in (True, False)]
+given = [client.infer("small", [one], headers={**headers}, parameters={"max_tokens": 4, "temperature": 0.0})
+         for one in asked]
+answer["texts"] = [[text.decode() for text in one.as_numpy("text_output")] for one in given]
+try:
+    client.infer("net", [tensor("rows", rows, "FP32")])
+except InferenceServerException as error:
+    answer["key"] = [error.status(), error.message()]
+""",
+            "the-key",
+        )
+        key = bearer("the-key")
+        row = [1.0] * 4 + [0.25] * 12
+        assert said["values"] == [6, 2]
+        expected = server.ask("/v1/evaluate", {"rows": [row]}, key).json["outputs"]["policy"]
+        np.testing.assert_allclose(said["policy"][3], np.array(expected[0], np.float32), rtol=1e-5)
+        asked = {"prompt": ["one two", "three"], "model": "small", "max_tokens": 4, "temperature": 0}
+        choices = server.ask("/v1/completions", asked, key).json["choices"]
+        assert said["texts"] == [[one["text"] for one in choices]] * 2
+        assert said["key"][0] == "401"
+        assert said["key"][1].startswith("no key")
+        stats = server.ask("/stats?model=net", headers=key).json
+        assert stats["rows"] >= 7
+
+
+@pytest.mark.thorough  # three processes start
+def test_tritons_client_is_served_behind_a_router_with_two_replicas(tmp_path):
+    write_keys(tmp_path / "api", "the-key")
+    words = ("--model", "blobnet-small", *ROWS, "-B", "threads=1", "--replicas", 2, "--api-key-file", "api")
+    with serving(*words, folder=tmp_path) as server:
+        said = triton(
+            server.url,
+            """
+answer["ready"] = [client.is_server_live(), client.is_server_ready(),
+                   client.is_model_ready("blobnet-small", headers=headers)]
+answer["server"] = client.get_server_metadata()["name"]
+answer["inputs"] = client.get_model_metadata("blobnet-small", headers=headers)["inputs"]
+rows = np.full((6, 16), 0.25, np.float32)
+rows[:, :4] = 1
+shapes = [client.infer("blobnet-small", [tensor("rows", rows, "FP32")], headers=headers).as_numpy("values").shape
+          for _ in range(8)]
+answer["shapes"] = [list(shape) for shape in set(shapes)]
+for name, given in (("refused", {}), ("unknown", {"headers": headers})):
+    try:
+        client.infer("net", [tensor("rows", rows, "FP32")], **given)
+    except InferenceServerException as error:
+        answer[name] = [error.status(), error.message()]
+""",
+            "the-key",
+        )
+        assert said["ready"] == [True] * 3
+        assert said["server"] == "gpuinfer"
+        assert said["inputs"] == [{"name": "rows", "datatype": "FP32", "shape": [-1, 16]}]
+        assert said["shapes"] == [[6, 2]]
+        assert said["refused"][0] == "401"
+        assert said["unknown"][0] == "404"
+        assert "'blobnet-small'" in said["unknown"][1]
