@@ -1,5 +1,5 @@
-"""What users of a batching toolkit expect: KServe's protocol with Triton's own client, a list for several models, copies
-behind compute, a profile on demand.
+"""What users of a batching toolkit expect: Triton's own client over KServe's protocol, a list for several models, how
+much of the copies is hidden behind compute, a profile on demand.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from serving.replica_servers import Server, bearer, serving, write_keys
+from serving.replica_servers import bearer, serving, write_keys
 
 import gpuinfer
 
