@@ -63,6 +63,7 @@ FACADES: dict[str, set[str]] = {
         "installation",
         "journal",
         "machine",
+        "otlp",
         "process",
         "process_memory",
         "shared_memory",
@@ -191,7 +192,9 @@ FACADES: dict[str, set[str]] = {
         "prompt_requests",
         "replica",
         "serve_options",
-        "tracing",
+        "telemetry.otlp_logs",
+        "telemetry.spans",
+        "telemetry.telemetry",
     },
     "strategies": {"dynamic"},
     "text": {

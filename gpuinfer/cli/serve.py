@@ -21,6 +21,7 @@ from gpuinfer.cli import flags, output
 from gpuinfer.errors import UnknownName, UsageError, naming
 from gpuinfer.host import children, machine, signals
 from gpuinfer.host.files import write_whole
+from gpuinfer.host.otlp import SIGNALS, Signal
 from gpuinfer.host.terminal import show_status
 from gpuinfer.serving.openai.model_options import models_in
 from gpuinfer.serving.serve_options import ServeOptions, check_address, check_models_exist, chosen_models
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.http.access import Access
     from gpuinfer.serving.replica import ListenOptions
+    from gpuinfer.serving.telemetry.telemetry import Telemetry
 
 fleet_log = logging.getLogger(__name__)
 
@@ -140,14 +142,20 @@ def plan_of(
     return plan
 
 
-def run(plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None], tell: Callable[[str], None]) -> int:
+def run(
+    plan: FleetPlan,
+    launcher: Launcher,
+    say: Callable[[Fleet], None],
+    tell: Callable[[str], None],
+    telemetry: Telemetry | None = None,
+) -> int:
     """Serve until a signal comes. `say` is called once the fleet serves. The exit code: 3 where requests broke off.
 
     Raises what `Fleet.start` raises.
     """
     from gpuinfer.http import network
 
-    return network.run_loop(_Life(plan.drain_s, tell).live(plan, launcher, say))
+    return network.run_loop(_Life(plan.drain_s, tell).live(plan, launcher, say, telemetry))
 
 
 class _Life:
@@ -157,11 +165,14 @@ class _Life:
         self._drain_s, self._tell = drain_s, tell
         self._stop, self._at_once = asyncio.Event(), asyncio.Event()
 
-    async def live(self, plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None]) -> int:
+    async def live(
+        self, plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None], telemetry: Telemetry | None
+    ) -> int:
         from gpuinfer.fleet.supervisor import Fleet
+        from gpuinfer.serving.telemetry.telemetry import NO_TELEMETRY
 
         self._loop = asyncio.get_running_loop()
-        fleet = Fleet(plan, launcher, self._tell)
+        fleet = Fleet(plan, launcher, self._tell, telemetry or NO_TELEMETRY)
         with signals.handled(self._asked, self._insist, self._force):
             try:
                 if not await self._unless(self._stop, fleet.start()):
@@ -253,17 +264,18 @@ def execute(values: Mapping[str, Any]) -> int:
         return _fleet(own, described, place, launcher_options, merged.common)
     from gpuinfer.http import network
     from gpuinfer.serving.replica import ReplicaServer
-    from gpuinfer.serving.tracing import open_spans
+    from gpuinfer.serving.telemetry.telemetry import open_telemetry
 
-    spans = open_spans(own.otlp_endpoint, described.name)
+    signals: tuple[Signal, ...] = ("traces", "logs") if own.behind_router else SIGNALS  # a router has all metrics
+    telemetry = open_telemetry(own.otlp_endpoint, {"gen_ai.request.model": described.name}, signals)
 
     def say(host: str, port: int) -> None:
         show_status("")
         if not merged.common.quiet:
-            tell_people(_welcome(described, own, host, port), own)
+            tell_people(_welcome(described, own, host, port), own, telemetry)
 
     async def serve() -> int:
-        return await ReplicaServer(described, backend, strategy, place, spans).run(say)
+        return await ReplicaServer(described, backend, strategy, place, telemetry).run(say)
 
     if not merged.common.quiet:
         show_status(f"loading {' and '.join(described.names)}")
@@ -282,14 +294,16 @@ def _fleet(
 ) -> int:
     """The same with several replicas, none of them in this process."""
     from gpuinfer.fleet.launchers import base
+    from gpuinfer.serving.telemetry.telemetry import open_telemetry
 
     launcher = base.make_launcher(own.launcher or "local", options)
+    telemetry = open_telemetry(own.otlp_endpoint, {"gen_ai.request.model": described.name})
     plan = plan_of(own, described, launcher, place.access(), verbose=bool(common.verbose))
 
     def tell(news: str) -> None:
         if not common.quiet:
             with contextlib.suppress(OSError):  # standard output is closed, and the fleet goes on
-                tell_people(news, own)
+                tell_people(news, own, telemetry)
 
     def say(fleet: Fleet) -> None:
         if own.ready_file is not None:
@@ -299,15 +313,16 @@ def _fleet(
         for notice in launcher.notices:
             tell(notice.replace("{port}", str(fleet.port)))
 
-    return run(plan, launcher, say, tell)
+    return run(plan, launcher, say, tell, telemetry)
 
 
-def tell_people(news: str, own: ServeFleetOptions) -> None:
-    """On standard error, in the form of the log."""
+def tell_people(news: str, own: ServeFleetOptions, telemetry: Telemetry) -> None:
+    """On standard error, in the form of the log, and over OTLP where logs are exported."""
     if own.log_format == "json":
         log.info("%s", news)
     else:
         print(news, file=sys.stderr, flush=True)
+        telemetry.report(news)
 
 
 def described_by(own: ServeFleetOptions, merged: Settings) -> ServerSetup:

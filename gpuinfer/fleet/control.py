@@ -22,14 +22,7 @@ from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 from gpuinfer.serving.kserve_health import health_routes
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
-from gpuinfer.serving.monitoring.metrics import (
-    CONTENT_TYPE,
-    Floor,
-    exposition,
-    router_families,
-    served_models_family,
-    worker_families,
-)
+from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, UpdateBody
 
 if TYPE_CHECKING:
@@ -128,11 +121,8 @@ class ControlServer:
         exchange.respond(200, encode(await self._fleet.stats()))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        more = [*worker_families(self._fleet.workers()), *router_families(self._fleet.totals())]
-        if model := self._fleet.about().get("model"):
-            more.append(served_models_family(model.split(", ")))
-        text = await asyncio.to_thread(exposition, await self._fleet.snapshot(), more, self._floor)
-        exchange.respond(200, text, CONTENT_TYPE)
+        families = await self._fleet.families(self._floor)
+        exchange.respond(200, await asyncio.to_thread(exposition, families), CONTENT_TYPE)
 
     async def _openapi(self, exchange: Exchange) -> None:
         body = await self._fleet.ask_replica("/openapi.json")

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,12 +25,24 @@ from gpuinfer.fleet.membership import Membership, NoRoom
 from gpuinfer.fleet.plan import LOOK_S, FleetPlan, Scaler, ScalingDecision, refuse_absent_gpus
 from gpuinfer.fleet.router.processes import MemberCounters, Routers
 from gpuinfer.fleet.router.protocol import RouterConfig
+from gpuinfer.fleet.router.request_trace import TraceSampling
 from gpuinfer.fleet.weight_updates import WeightUpdates
 from gpuinfer.fleet.worker import Worker, bracketed
-from gpuinfer.host import machine
+from gpuinfer.host import machine, otlp
 from gpuinfer.http.access import ReloadableFile, reload_changed_files
 from gpuinfer.http.parser import fitting_connections, limit_notice
 from gpuinfer.serving.health import counter_stats
+from gpuinfer.serving.monitoring.metrics import (
+    Family,
+    Floor,
+    router_families,
+    served_models_family,
+    snapshot_families,
+    worker_families,
+)
+from gpuinfer.serving.telemetry.otlp_logs import LoggedRecord
+from gpuinfer.serving.telemetry.spans import FinishedSpan
+from gpuinfer.serving.telemetry.telemetry import NO_TELEMETRY, Telemetry
 from gpuinfer.stats import Snapshot
 
 log = logging.getLogger(__name__)
@@ -41,20 +53,35 @@ END_S = 10.0  # for replicas to end, once no request is under way
 NOTHING = MemberCounters()
 
 
+def trace_sampling() -> TraceSampling:
+    """As OpenTelemetry's variables say. One that is not understood is warned of, and all is traced."""
+    try:
+        return TraceSampling.named(otlp.variable("TRACES_SAMPLER"), otlp.variable("TRACES_SAMPLER_ARG"))
+    except ValueError as error:
+        log.warning("OTEL_TRACES_SAMPLER=%s is not known. Set it to parentbased_traceidratio or another.", error)
+        return TraceSampling()
+
+
 class Fleet:
     """Call `start` once, then `close` whatever happened, all on one event loop.
 
     `tell` is called with news for people, a sentence at a time.
     """
 
-    def __init__(self, plan: FleetPlan, launcher: Launcher, tell: Callable[[str], None] = log.info) -> None:
+    def __init__(
+        self,
+        plan: FleetPlan,
+        launcher: Launcher,
+        tell: Callable[[str], None] = log.info,
+        telemetry: Telemetry = NO_TELEMETRY,
+    ) -> None:
         plan.check()
         if plan.devices_named and launcher.here:
             refuse_absent_gpus(plan.devices)
         self.plan, self.launcher = plan, launcher
         self.url, self.port = "", 0
         self.decisions: deque[ScalingDecision] = deque(maxlen=KEPT_DECISIONS)
-        self._tell = tell
+        self._tell, self._telemetry = tell, telemetry
         self._began = time.monotonic()
         self._scaler = Scaler(plan.limits)
         self._counting = ReplicaCounters()
@@ -82,10 +109,12 @@ class Fleet:
             body_bytes=plan.body_bytes,
             connections=connections,
             refusals=refusals,
+            tracing=trace_sampling() if telemetry.spans.wanted else None,
+            hands_over_log=telemetry.logs is not None,
         )
         if config.connections < plan.connections:
             tell(f"Each router process takes {limit_notice(plan.connections, config.connections)}")
-        self._routers = Routers(config, self._on_router_event)
+        self._routers = Routers(config, self._on_router_event, self._on_router_telemetry)
         self._members = Membership(
             plan, launcher, self._folder, self._routers.update, lambda id: self._counted(id).in_flight, tell
         )
@@ -113,6 +142,9 @@ class Fleet:
             self._tell(str(error))
         fresh = reload_changed_files(self.plan.access.files, self._exchange_keys)
         self._tasks = [asyncio.create_task(one) for one in (self._scale(), self._count(), self._keep_folder(), fresh)]
+        if self._telemetry.metrics is not None:
+            floor: Floor = {}
+            self._telemetry.metrics.start(lambda: self.families(floor))
         return self.url
 
     async def add(self, url: str | None = None, key: str | None = None) -> Worker:
@@ -170,6 +202,13 @@ class Fleet:
         """The counters of our own replicas, also of those that are gone; no older than `fresh_s`."""
         return await self._counting.fetch(self._members.all.values(), fresh_s)
 
+    async def families(self, floor: Floor) -> list[Family]:
+        """All metrics of the fleet, as they are now. `floor`: as `snapshot_families` has it."""
+        more = [*worker_families(self.workers()), *router_families(self.totals())]
+        if model := self.about().get("model"):
+            more.append(served_models_family(model.split(", ")))
+        return [*await asyncio.to_thread(snapshot_families, await self.snapshot(), floor), *more]
+
     async def stats(self) -> dict[str, Any]:
         """What `/stats` answers."""
         snapshot = await self.snapshot()
@@ -210,6 +249,7 @@ class Fleet:
         """End everything now. Logs in the fleet's own folder are kept when something went wrong."""
         self._end_tasks()
         failed = any(worker.failure for worker in self._members.all.values())
+        await asyncio.to_thread(self._telemetry.close)
         await asyncio.gather(self._routers.close(), self._members.end(0.0), return_exceptions=True)
         await asyncio.gather(self._control.close(), self._counting.close(), self.launcher.close())
         if self._folder.remove(keep_logs=failed and self.plan.logs is None):
@@ -228,6 +268,13 @@ class Fleet:
         """A request has failed at a member: probe that now."""
         if isinstance(id := event.get("member"), int):
             self._members.nudge(id)
+
+    def _on_router_telemetry(self, spans: Sequence[FinishedSpan], records: Sequence[LoggedRecord]) -> None:
+        """What a router process has recorded of its requests."""
+        self._telemetry.spans.add(spans)
+        if (logs := self._telemetry.logs) is not None:
+            for record in records:
+                logs.export(record)
 
     def _exchange_keys(self, file: ReloadableFile, lines: list[str]) -> None:
         if file is self.plan.access.api:

@@ -27,10 +27,11 @@ from gpuinfer.http.route_table import RouteTable
 from gpuinfer.http.server import HttpServer
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving import health
-from gpuinfer.serving.routes import replica_routes
+from gpuinfer.serving.monitoring.metrics import Floor
+from gpuinfer.serving.routes import replica_families, replica_routes
 from gpuinfer.serving.serve_options import HERE
 from gpuinfer.serving.service import ModelService, ServedModels
-from gpuinfer.serving.tracing import NO_SPANS, Spans
+from gpuinfer.serving.telemetry.telemetry import NO_TELEMETRY, Telemetry
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +85,11 @@ class ReplicaServer:
         backend: Backend,
         strategy: Strategy,
         place: ListenOptions,
-        spans: Spans = NO_SPANS,
+        telemetry: Telemetry = NO_TELEMETRY,
     ) -> None:
         if described.setup.model is None:
             raise UsageError("a server without a model has nothing to serve. Give it one.")
-        self._place, self._spans, self._described = place, spans, described
+        self._place, self._telemetry, self._described = place, telemetry, described
         self.session = Session(backend, strategy, on_fault=self._on_failure, on_stuck=self._on_stuck)
         if described.beside:
             self.session.called = described.name
@@ -106,7 +107,7 @@ class ReplicaServer:
                     tool_format=described.tool_format,
                     reasoning=described.reasoning,
                     behind_router=place.behind_router,
-                    spans=spans,
+                    spans=telemetry.spans,
                 )
                 for one, session in zip(models, sessions, strict=True)
             ]
@@ -140,13 +141,12 @@ class ReplicaServer:
                         return await self._serve(server, port, on_ready)
                     finally:
                         await server.close()
+                        await asyncio.to_thread(self._telemetry.close)
         finally:
             sys.setswitchinterval(before)
             for task in (looking, fresh):
                 task.cancel()
             await asyncio.wait({looking, fresh})
-            closing = asyncio.ensure_future(asyncio.to_thread(self._spans.close))
-            await asyncio.wait({closing}, timeout=LAST_S)  # the collector may be gone
             if self._place.ready_file is not None:
                 self._place.ready_file.unlink(missing_ok=True)
 
@@ -164,6 +164,9 @@ class ReplicaServer:
             told = {"host": self._place.host, "port": port, "pid": os.getpid()}
             write_whole(self._place.ready_file, msgspec.json.encode(told))
         on_ready(self._place.host, port)
+        if self._telemetry.metrics is not None:
+            floor: Floor = {}
+            self._telemetry.metrics.start(lambda: replica_families(self.served, floor))
         await self.stop.wait()
         if self._failure is not None:
             raise self._failure

@@ -23,7 +23,7 @@ from gpuinfer.host.error_text import nearest_error_type
 from gpuinfer.http.http_exchange import error_body
 from gpuinfer.serving.openai.requests import BadRequest
 from gpuinfer.serving.openai.responses import error_of, status_of
-from gpuinfer.serving.tracing import NO_SPAN, RequestSpan
+from gpuinfer.serving.telemetry.spans import NO_SPAN, RequestSpan
 
 CLASSES = {"high": Priority.HIGH, "normal": Priority.NORMAL, "low": Priority.LOW}
 PLAIN = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")  # an id that can stand in a header and a log

@@ -25,7 +25,15 @@ from gpuinfer.serving.embedding_endpoint import EmbeddingsBody, embeddings
 from gpuinfer.serving.health import replica_stats
 from gpuinfer.serving.kserve_endpoint import kserve_routes
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
-from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition, models_up_family, served_models_family
+from gpuinfer.serving.monitoring.metrics import (
+    CONTENT_TYPE,
+    Family,
+    Floor,
+    exposition,
+    models_up_family,
+    served_models_family,
+    snapshot_families,
+)
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.openai.response_items import ResponsesBody
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, UnloadBody, UpdateBody
@@ -129,6 +137,14 @@ HIDDEN: Mapping[str, Any] = {"hidden": True}
 TEXT = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
+async def replica_families(served: ServedModels, floor: Floor) -> list[Family]:
+    """All metrics of a replica, as they are now. `floor`: as `snapshot_families` has it."""
+    await served.session.refresh()
+    ready = {one.name: one.health.status == "ready" for one in served.services}
+    found = await asyncio.to_thread(snapshot_families, served.session.snapshot(), floor)
+    return [*found, served_models_family(served.names), models_up_family(ready)]
+
+
 def monitoring_routes(served: ServedModels) -> list[Route]:
     """Metrics, the live page and its events. The page's files hold nothing of this server, and need no key."""
 
@@ -145,10 +161,8 @@ def monitoring_routes(served: ServedModels) -> list[Route]:
     floor: Floor = {}
 
     async def metrics(exchange: Exchange) -> None:
-        await served.session.refresh()
-        ready = {one.name: one.health.status == "ready" for one in served.services}
-        snapshot, more = served.session.snapshot(), [served_models_family(served.names), models_up_family(ready)]
-        exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
+        families = await replica_families(served, floor)
+        exchange.respond(200, await asyncio.to_thread(exposition, families), CONTENT_TYPE)
 
     watching = LiveEvents(see)
     served.at_drain.append(watching.close)

@@ -100,7 +100,9 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
     log_format: Literal["plain", "json"] = Field(
         "plain", description="json: a line of JSON for each message, and one for each request, as -v has them"
     )
-    otlp_endpoint: str | None = Field(None, description="where to send a span for each request: http://host:4318")
+    otlp_endpoint: str | None = Field(
+        None, description="an OpenTelemetry collector, for spans, metrics and the log: http://host:4318"
+    )
     setup_file: Path | None = Field(None, description="a server described in a file, in place of --model")
     ready_file: Path | None = Field(
         None, description="written once the server is ready, for scripts: {host, port, pid}"

@@ -41,7 +41,7 @@ from gpuinfer.serving.request import (
     request_context,
     resumed_bytes,
 )
-from gpuinfer.serving.tracing import NO_SPANS, Spans
+from gpuinfer.serving.telemetry.spans import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -155,17 +155,23 @@ class ModelService:
                 facts = {"http.request.method": exchange.method, "url.path": exchange.path}
                 facts |= {"gpuinfer.request_id": asking.id, "gpuinfer.priority": asking.priority.name.lower()}
                 asking.span = self.spans.begin(f"{exchange.method} {exchange.path}", asking.traceparent, facts)
-            try:
-                await work(exchange, asking)
-            except (asyncio.CancelledError, ClientGone, Malformed) as error:  # the connection answers malformed ones
-                asking.span.failed("malformed" if isinstance(error, Malformed) else "cancelled")
-                raise
-            except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-                asking.span.failed(type(error).__name__)
-                self._refuse(exchange, error, asking.id)
-            finally:
-                self.health.in_flight -= 1
-                asking.span.end()
+                exchange.notes |= asking.span.ids()
+            with asking.span.active():
+                try:
+                    await work(exchange, asking)
+                except (
+                    asyncio.CancelledError,
+                    ClientGone,
+                    Malformed,
+                ) as error:  # the connection answers malformed ones
+                    asking.span.failed("malformed" if isinstance(error, Malformed) else "cancelled")
+                    raise
+                except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+                    asking.span.failed(type(error).__name__)
+                    self._refuse(exchange, error, asking.id)
+                finally:
+                    self.health.in_flight -= 1
+                    asking.span.end(exchange.status)
 
         return handle
 

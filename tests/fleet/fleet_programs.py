@@ -28,6 +28,7 @@ from gpuinfer.host import signals
 from gpuinfer.host.files import write_whole
 from gpuinfer.http.access import Access, Keys
 from gpuinfer.http.client import HttpClient, HttpResponse
+from gpuinfer.serving.telemetry.telemetry import open_telemetry
 
 HERE = Path(__file__).parent
 LIMIT_S = 60.0  # for anything to come about on a machine that has other things to do
@@ -170,7 +171,7 @@ def main(folder: Path, given: dict[str, Any]) -> int:
         write_whole(folder / "ready.json", json.dumps(told).encode())
 
     signals.own()
-    return serve.run(made, launcher(), say, lambda news: print(news, flush=True))
+    return serve.run(made, launcher(), say, lambda news: print(news, flush=True), open_telemetry(None, {}))
 
 
 if __name__ == "__main__":

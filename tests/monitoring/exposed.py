@@ -18,6 +18,7 @@ from gpuinfer.serving.monitoring.metrics import (
     models_up_family,
     router_families,
     served_models_family,
+    snapshot_families,
     worker_families,
 )
 
@@ -32,7 +33,7 @@ def everything() -> Sequence[Metric]:
         *worker_families([worker(0), worker(1)]),
         *router_families({"connections": 3, "requests": 7}),
     ]
-    text = exposition(Server().step(), more)
+    text = exposition([*snapshot_families(Server().step()), *more])
     return list(text_string_to_metric_families(text.decode()))
 
 

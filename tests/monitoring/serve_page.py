@@ -24,7 +24,7 @@ from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, asset
-from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, exposition, worker_families
+from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, exposition, snapshot_families, worker_families
 
 EVIL = '<img src="http://192.0.2.1/x.png" onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
 
@@ -84,7 +84,9 @@ def routes(pretence: Pretence) -> list[Route]:
 
     async def metrics(exchange: Exchange) -> None:
         seen = await pretence.see()
-        exchange.respond(200, exposition(seen.snapshot, list(worker_families(seen.workers))), CONTENT_TYPE)
+        exchange.respond(
+            200, exposition([*snapshot_families(seen.snapshot), *worker_families(seen.workers)]), CONTENT_TYPE
+        )
 
     return [
         *(Route("GET", path, page, "open", "the page") for path in FILES),

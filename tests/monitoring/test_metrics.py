@@ -19,6 +19,7 @@ from gpuinfer.serving.monitoring.metrics import (
     exposition,
     router_families,
     served_models_family,
+    snapshot_families,
     worker_families,
 )
 from gpuinfer.stats import ERRORS, Histogram, Snapshot
@@ -46,7 +47,7 @@ def snapshot() -> Snapshot:
 
 
 def test_values_are_those_of_the_snapshot(snapshot):
-    samples = read(exposition(snapshot, list(worker_families(WORKERS))))
+    samples = read(exposition([*snapshot_families(snapshot), *worker_families(WORKERS)]))
     for name, count in snapshot.classes.items():
         labels = {"class_": name}
         assert of(samples, "gpuinfer_requests_total", **labels) == count["requests"]
@@ -90,18 +91,18 @@ def test_a_bucket_counts_what_was_at_most_its_bound():
 
 def test_counters_are_there_before_they_first_count_and_never_fall():
     server = Server()
-    before = read(exposition(Snapshot()))
+    before = read(exposition(snapshot_families(Snapshot())))
     assert of(before, "gpuinfer_errors_total", kind="failed") == 0
     assert of(before, "gpuinfer_requests_total", class_="low") == 0
     for _ in range(5):
-        now = read(exposition(server.step()))
+        now = read(exposition(snapshot_families(server.step())))
         rising = ("_total", "_count", "_sum", "_bucket")
         assert not {key for key in before if key[0].endswith(rising) and now[key] < before[key]}
         before = now
     floor: dict[tuple[str, ...], float] = {}
     for forward, idle in ((10.0, 5.0), (9.999, 5.1)):  # seconds that were told are not taken back
         lane = {"name": "forward 0", "stations": {"forward": forward, "idle": idle}}
-        samples = read(exposition(Snapshot(lanes=(lane,)), floor=floor))
+        samples = read(exposition(snapshot_families(Snapshot(lanes=(lane,)), floor)))
     assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="forward") == 10.0
     assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="idle") == 5.1
 
@@ -111,9 +112,8 @@ def test_names_from_outside_are_escaped_and_bounded():
         {"name": f"{HOSTILE} lane-{lane}", "stations": {f"station {number} {HOSTILE}": 1.0 for number in range(100)}}
         for lane in "abcdefghijklmnopqrstuvwxyz"
     )
-    text = exposition(
-        Server().snapshot(lanes=lanes), [served_models_family([HOSTILE]), *worker_families([worker(0, id=HOSTILE)])]
-    )
+    more = [served_models_family([HOSTILE]), *worker_families([worker(0, id=HOSTILE)])]
+    text = exposition([*snapshot_families(Server().snapshot(lanes=lanes)), *more])
     samples = read(text)
     seconds = [value for (name, _), value in samples.items() if name == "gpuinfer_lane_seconds_total"]
     assert len(seconds) <= 17 * 25
@@ -151,7 +151,7 @@ def test_panels_say_what_they_are_and_do_not_overlap_and_legends_name_labels_tha
 @pytest.mark.system
 def test_promtool_has_nothing_to_say(snapshot, tmp_path):
     more = [served_models_family([HOSTILE]), *worker_families(WORKERS), *router_families({"requests": 7})]
-    for text in (exposition(Snapshot()), exposition(snapshot, more)):
+    for text in (exposition(snapshot_families(Snapshot())), exposition([*snapshot_families(snapshot), *more])):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
         )

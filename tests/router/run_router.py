@@ -194,6 +194,7 @@ class Router:
     port: int
     told: list[Any]
     board: SharedCounters
+    listener: Listener
     connections: list[Connection] = field(default_factory=list)
 
     def roster(self, *members: FleetMember) -> None:
@@ -318,8 +319,9 @@ async def routing(*upstreams: Upstream, ours: bool = True, **changes: Any) -> As
         loop, told, board = asyncio.get_running_loop(), [], SharedCounters(1)
         relay = Relay(config(**changes), board, 0, loop, told.append)
         relay.timer.start()
-        server = await loop.create_server(Listener(relay).protocol, "127.0.0.1", 0)
-        router = Router(relay, server.sockets[0].getsockname()[1], told, board)
+        listener = Listener(relay)
+        server = await loop.create_server(listener.protocol, "127.0.0.1", 0)
+        router = Router(relay, server.sockets[0].getsockname()[1], told, board, listener)
         router.roster(*(member(upstream, number, ours=ours) for number, upstream in enumerate(upstreams)))
         try:
             yield router

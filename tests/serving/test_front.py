@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import http.client
 import json
 import socket
 import subprocess
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from otlp_receiver import Received, receiving
 from prometheus_client.parser import text_string_to_metric_families
 from replica_servers import SECONDS, Server, bearer, serving, until, write_keys
 
@@ -280,33 +277,13 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture
-def collector() -> Iterator[tuple[str, list]]:
-    """Its address, and the spans that have come."""
-    spans: list = []
-
-    class Receive(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if self.headers.get("Content-Encoding") == "gzip":
-                body = gzip.decompress(body)
-            for one in ExportTraceServiceRequest.FromString(body).resource_spans:
-                spans.extend(span for scope in one.scope_spans for span in scope.spans)
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Receive) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", spans
-        server.shutdown()
-        thread.join()
+def collector() -> Iterator[Received]:
+    with receiving() as received:
+        yield received
 
 
 def test_for_people_the_log_is_words_a_star_lets_all_pages_in_and_each_request_is_a_span(collector, tmp_path):
-    endpoint, spans = collector
-    with serving(*TINY, "-v", "--allowed-origins", "*", "--otlp-endpoint", endpoint, folder=tmp_path) as server:
+    with serving(*TINY, "-v", "--allowed-origins", "*", "--otlp-endpoint", collector.url, folder=tmp_path) as server:
         headers = {"Origin": "https://a.example", "traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
         answer = server.ask("/v1/completions", ASKED, headers)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
@@ -317,7 +294,7 @@ def test_for_people_the_log_is_words_a_star_lets_all_pages_in_and_each_request_i
         assert "\ngpuinfer: forged" not in server.log, "a client writes no line of its own"
         assert "\x1b" not in server.log
         assert server.end() == 0  # which sends what is left
-    good, bad = spans
+    good, bad = (span for _, span in collector.spans)
     assert (good.trace_id.hex(), good.parent_span_id.hex(), good.name) == (TRACE, PARENT, "POST /v1/completions")
     told = {one.key: one.value for one in good.attributes}
     assert told["gpuinfer.request_id"].string_value == "mine"

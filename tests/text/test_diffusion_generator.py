@@ -21,7 +21,7 @@ from gpuinfer.config import blame, registry
 from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Constraint, Prompt, Sampling, Unmasking
 from gpuinfer.report.report import unmasking
-from gpuinfer.serving.monitoring.metrics import exposition
+from gpuinfer.serving.monitoring.metrics import exposition, snapshot_families
 from gpuinfer.stats import DIFFUSION_COUNTS, DiffusionCounters, Snapshot
 from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, UnmaskingDecoder
 from gpuinfer.text.generator.driver import DriverCounters
@@ -481,7 +481,7 @@ def test_reports_and_metrics_tell_of_them_across_processes(model):
     steps = dict(zip(DIFFUSION_COUNTS, (6, found.computed, ANSWER, found.positions, ANSWER, 0), strict=True))
     travelled = Snapshot.from_wire(Snapshot(slots=4, device={"tokens": {"output": ANSWER}, "steps": steps}).to_wire())
     assert unmasking(travelled) == found.plain()
-    text = exposition(travelled).decode()
+    text = exposition(snapshot_families(travelled)).decode()
     assert "gpuinfer_forwards_total 6.0" in text
     assert f"gpuinfer_computed_positions_total {found.computed:.1f}" in text
     device = model.device()

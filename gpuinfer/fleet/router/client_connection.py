@@ -18,6 +18,7 @@ from gpuinfer.fleet.router.http_message import CHUNKED, RequestHead
 from gpuinfer.fleet.router.protocol import CONTROL_KEY_HEADER, RouterConfig
 from gpuinfer.fleet.router.proxied_request import ProxiedRequest
 from gpuinfer.fleet.router.relay import Relay
+from gpuinfer.fleet.router.request_trace import RequestTracer
 from gpuinfer.fleet.router.shared_counters import ProcessCell
 from gpuinfer.http import http_exchange
 from gpuinfer.http.access import Access, Key, Keys, Quotas, RequestRefusal, cors
@@ -72,6 +73,7 @@ RETRY = [("Retry-After", "1")]
 FULL = RequestRefusal(503, "the router holds as many requests as it may. Try again later.", RETRY)
 CROWDED = RequestRefusal(503, "too many connections. Try again later.", RETRY)
 HEALTH = b"/health"
+TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens")  # attributes of a span
 TRACE = re.compile(rb"(?i)\r\ntraceparent:[ \t]*([0-9a-f-]{55,128})[ \t]*(?=\r|$)")
 WARN_S = 10.0  # from one line of the log about too many connections to the next
 LINGER_S = 1.0  # for a client to read its refusal; for a request on its way while the router closes
@@ -88,6 +90,8 @@ class Listener:
         self.id_prefix = b"req-" + os.urandom(8).hex().encode()
         self.ids = count(1)
         self.logs = http_exchange.log.isEnabledFor(logging.INFO)
+        tracing = relay.config.tracing
+        self.tracer = None if tracing is None else RequestTracer(tracing)
         self._empty: asyncio.Event | None = None
         self.refused, self.warned_at = 0, -WARN_S  # connections over the limit
 
@@ -330,6 +334,8 @@ class RouterClientConnection(asyncio.Protocol):
         if self._to_replicas(head):
             extra = b"".join([f"\r\n{name}: {value}".encode("latin-1") for name, value in self._admission.headers])
             self._request = request = ProxiedRequest(relay, self, head, body, request_id, extra=extra)
+            if listener.tracer is not None:
+                request.trace = listener.tracer.begin(head, request_id)
             relay.send(request)
             return
         lines = listener.control_line
@@ -386,17 +392,20 @@ class RouterClientConnection(asyncio.Protocol):
         self._answer(refusal, route)
 
     def _account(self, request: ProxiedRequest, status: int, refused: str = "") -> None:
-        """A request is over: charge its tokens to its key, and log it."""
-        key, logs = self._admission.key, self._listener.logs
-        if key is None and not logs:
+        """A request is over: end its trace, charge its tokens to its key, and log it."""
+        key, logs, trace = self._admission.key, self._listener.logs, request.trace
+        if key is None and not logs and trace is None:
             return
-        tokens = request.tokens()
+        tokens, ids = request.tokens(), {}
+        if trace is not None:
+            ids = trace.ids
+            trace.end(status, refused, {} if tokens is None else dict(zip(TOKENS, tokens, strict=True)))
         if key is not None and tokens is not None:
             self._listener.gate.quotas.spend(key, sum(tokens))
         probe = request.member is None and request.method == b"GET"  # of /health and /metrics, again and again
         if not logs or (probe and (status < 400 or request.head.target == HEALTH)):
             return
-        notes: dict[str, object] = {"id": request.request_id.decode("latin-1")}
+        notes: dict[str, object] = {"id": request.request_id.decode("latin-1"), **ids}
         if request.model is not None:
             notes["model"] = request.model
         if tokens is not None:

@@ -38,6 +38,7 @@ class RequestHead:
     """
 
     __slots__ = (
+        "_untraced",
         "after",
         "before",
         "close",
@@ -84,11 +85,19 @@ class RequestHead:
             version = len(self.method) + len(self.target) + 9
             lines = lines[:version] + "1" + lines[version + 1 :]
         self.lines = lines.encode("latin-1")
+        self._untraced: bytes | None = None
         if "connection" in headers:
             tokens = {token.strip() for token in headers["connection"].lower().split(",")}
             self.close = self.close or "close" in tokens
             if named := tokens - _USUAL:
                 self.lines = without_headers(self.lines, {name.encode("latin-1") for name in named})
+
+    @property
+    def untraced(self) -> bytes:
+        """`lines` without `traceparent`."""
+        if self._untraced is None:
+            self._untraced = without_headers(self.lines, {b"traceparent"})
+        return self._untraced
 
     def length_in(self, head: bytes) -> int | None:
         """The body's length in another head, if nothing else in it differs from this one: clients tend to repeat

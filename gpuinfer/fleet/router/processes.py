@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,13 @@ from gpuinfer.host.process import shorten_collections
 from gpuinfer.http.access import reload_changed_files
 from gpuinfer.http.http_exchange import JsonLogFormatter
 from gpuinfer.http.network import Certificate, bind_tcp, new_network_loop, take_backlog
+from gpuinfer.serving.telemetry.otlp_logs import LoggedRecord, attach
+from gpuinfer.serving.telemetry.spans import FinishedSpan
 
 BACKLOG = 4096
 SPENDING_S = 0.1  # between two tellings of what keys have spent
+TELEMETRY_S = 0.2  # between two hand-overs of spans and log records
+MOST_RECORDS = 4096  # log records that wait to be handed over; the oldest are dropped beyond
 
 
 class MemberSlot(msgspec.Struct, frozen=True):
@@ -51,21 +56,46 @@ def router_main(
         handler.setFormatter(JsonLogFormatter() if told.log == "json" else logging.Formatter("gpuinfer: %(message)s"))
         log.setLevel(logging.INFO)
         log.handlers = [handler]
+    kept = KeptRecords() if told.hands_over_log else None
+    if kept is not None:
+        attach(kept)
 
     async def serve() -> None:
-        await _RouterProcess(listeners, board, row, told).run(line)
+        await _RouterProcess(listeners, board, row, told, kept).run(line)
 
     with asyncio.Runner(loop_factory=new_network_loop) as runner:
         runner.run(serve())
     os._exit(0)
 
 
+class KeptRecords(logging.Handler):
+    """Keeps log records until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._records: deque[LoggedRecord] = deque(maxlen=MOST_RECORDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(LoggedRecord.of(record))
+
+    def take(self) -> list[LoggedRecord]:
+        taken = list(self._records)
+        self._records.clear()
+        return taken
+
+
 class _RouterProcess:
     """Does what its owner says on their line."""
 
     def __init__(
-        self, listeners: Sequence[socket.socket], board: SharedCounters, row: int, config: RouterConfig
+        self,
+        listeners: Sequence[socket.socket],
+        board: SharedCounters,
+        row: int,
+        config: RouterConfig,
+        kept: KeptRecords | None,
     ) -> None:
+        self._kept = kept
         self._loop = asyncio.get_running_loop()
         self._listeners = listeners
         self._draining: asyncio.Task[None] | None = None
@@ -86,11 +116,12 @@ class _RouterProcess:
         self._tell({"event": "here"})
         fresh = self._loop.create_task(reload_changed_files([] if self._certificate is None else [self._certificate]))
         spending = self._loop.create_task(self._tell_spending())
+        telemetry = self._loop.create_task(self._hand_over_telemetry())
         with contextlib.suppress(ChannelClosed):  # the owner has gone
             while True:
                 self._obey(await self._channel.receive())
-        fresh.cancel()
-        spending.cancel()
+        for task in (fresh, spending, telemetry):
+            task.cancel()
 
     def _tell(self, news: Mapping[str, Any]) -> None:
         self._channel.post(news)
@@ -101,6 +132,20 @@ class _RouterProcess:
             await asyncio.sleep(SPENDING_S)
             if news := self._listener.gate.quotas.take_news():
                 self._tell({"event": "spent", "spent": news})
+
+    async def _hand_over_telemetry(self) -> None:
+        """To the supervisor, which exports it: what encodes and sends would keep this process from relaying."""
+        while self._listener.tracer is not None or self._kept is not None:
+            await asyncio.sleep(TELEMETRY_S)
+            with contextlib.suppress(ChannelClosed):
+                await self._send_telemetry()
+
+    async def _send_telemetry(self) -> None:
+        tracer, kept = self._listener.tracer, self._kept
+        spans = [] if tracer is None else tracer.take()
+        records = [] if kept is None else kept.take()
+        if spans or records:  # waits for room: what does not fit meanwhile is dropped where it is kept
+            await self._channel.send({"event": "telemetry", "spans": spans, "records": records})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         if "members" in message:
@@ -134,6 +179,7 @@ class _RouterProcess:
             listener.close()
         await self._listener.until_empty()
         self._relay.close()
+        await self._send_telemetry()
         self._tell({"event": "drained"})
 
 
@@ -200,18 +246,27 @@ class RouterCounters:
     restarts: int = 0  # of router processes
 
 
+OnTelemetry = Callable[[Sequence[FinishedSpan], Sequence[LoggedRecord]], None]
+
+
 class Routers:
     """Router processes on one port, each with a listening socket of its own (SO_REUSEPORT): the kernel gives a new
     connection to one of them by a hash of both ends' addresses and ports, evenly over many connections, whatever they
     do. The sockets stay open here while a process is replaced, so that who connects meanwhile waits for the new one.
 
     `on_event` is called on the loop with `{"event": "failed", "member": id, "kind": "refused" | "reset" | "timeout" |
-    "broken"}` when a replica failed a request. Everything here is called on the event loop that ran `start`.
+    "broken"}` when a replica failed a request, `on_telemetry` with spans and log records of requests. Everything here
+    is called on the event loop that ran `start`.
     """
 
-    def __init__(self, config: RouterConfig, on_event: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        on_event: Callable[[Mapping[str, Any]], None],
+        on_telemetry: OnTelemetry = lambda spans, records: None,
+    ) -> None:
         self.config = config
-        self.heard = on_event
+        self.heard, self.on_telemetry = on_event, on_telemetry
         self.board = SharedCounters(config.processes)
         self._seats = MemberSlots(self.board)
         self._roster = Roster(-1, ())
@@ -358,6 +413,9 @@ class _ProcessHandle:
             self._drained.set()
         elif message["event"] == "spent":
             self._routers.spread(self, {"spent": message["spent"]})
+        elif message["event"] == "telemetry":
+            spans = msgspec.convert(message["spans"], list[FinishedSpan])
+            self._routers.on_telemetry(spans, msgspec.convert(message["records"], list[LoggedRecord]))
         elif message["event"] == "failed":
             self._routers.heard(message)
 

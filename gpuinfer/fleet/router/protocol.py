@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
+from gpuinfer.fleet.router.request_trace import TraceSampling
 from gpuinfer.http.parser import REFUSALS
 
 CONTROL_KEY_HEADER = "X-Gpuinfer-Control-Key"  # proves to the control application that the router speaks, and no client
@@ -31,6 +32,8 @@ class RouterConfig(Struct, frozen=True):
     origins: tuple[str, ...] = ()  # of other servers' pages that may ask; "*": all
     tls: tuple[str, str] | None = None  # files of a certificate and its key
     log: Literal["plain", "json"] | None = None  # requests, on standard error
+    tracing: TraceSampling | None = None  # which requests are traced; None: none
+    hands_over_log: bool = False  # log records, to the supervisor, which exports them
 
     timeout_s: float = 300.0  # to the first byte of an answer, and between two pieces of it
     connect_s: float = 2.0

@@ -18,6 +18,7 @@ from gpuinfer.http.http_exchange import chunk_bytes, error_bytes, error_type_of,
 if TYPE_CHECKING:
     from gpuinfer.fleet.router.client_connection import RouterClientConnection
     from gpuinfer.fleet.router.relay import Relay
+    from gpuinfer.fleet.router.request_trace import RequestTrace
 
 TRY_AGAIN = frozenset({429, 502, 503})
 STALE_S = (
@@ -66,6 +67,7 @@ class ProxiedRequest:
         "request_id",
         "retried",
         "started",
+        "trace",
         "tried",
         "used",
         "waits",
@@ -97,6 +99,7 @@ class ProxiedRequest:
         self.retried = ""  # the statuses after which the request was sent again, as X-Gpuinfer-Route lists them
         self.replica: RoutedReplica | None = None
         self.reason = ""
+        self.trace: RequestTrace | None = None  # where requests are traced
         self.connection: ReplicaConnection | None = None
         self.waits = False
         self._mode = _WAITING
@@ -130,7 +133,7 @@ class ProxiedRequest:
         head, body = self.head, self.body
         where = self._more if self.replica is None else self.replica.lines
         mine = b"%b%b\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (
-            head.lines,
+            head.lines if self.trace is None else self.trace.lines(),
             where,
             self.request_id,
             self._created,

@@ -129,6 +129,8 @@ class Relay:
         if replica is None:
             return
         replica.leave()
+        if request.trace is not None:
+            request.trace.left()
         breaker = replica.breaker
         if breaker.state == HALF_OPEN and request.probes and breaker.probing:
             breaker.probing = False  # the one request of a half-open breaker has ended without an answer
@@ -170,6 +172,8 @@ class Relay:
         if request.probes:
             replica.breaker.probing = True
             self.members.refresh()
+        if request.trace is not None:
+            request.trace.attempt(replica, request.reason, request.resumes)
         request.start(replica.pool)
 
     def _wake(self) -> None:
@@ -194,6 +198,8 @@ class Relay:
         replica = request.replica
         if replica is None:
             return
+        if request.trace is not None:
+            request.trace.answered(status)
         breaker = replica.breaker
         if status < 500 and breaker.healthy:
             return
@@ -223,6 +229,8 @@ class Relay:
         self._retries -= 1
         request.tried = tried
         request.retried += f"; retried={status}"
+        if request.trace is not None:
+            request.trace.failed(str(status))
         replica.add(MemberCell.RETRIED)
         return True
 
@@ -234,6 +242,8 @@ class Relay:
         if replica is None:
             return
         replica.add(MemberCell.RETRIED)
+        if request.trace is not None:
+            request.trace.failed("draining")
         request.tried = (*request.tried, replica.member)
         request.probes = False
         if not replica.draining_until:
@@ -248,6 +258,8 @@ class Relay:
             return
         replica.add(MemberCell.ERRORS)
         replica.add(MemberCell.RESUMED if request.resumes else MemberCell.RETRIED)
+        if request.trace is not None:
+            request.trace.failed(kind)
         request.tried = (*request.tried, replica.member)
         if kind in ("reset", "broken"):
             request.losses += 1

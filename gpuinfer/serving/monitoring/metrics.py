@@ -288,29 +288,36 @@ Floor: TypeAlias = dict[tuple[str, ...], float]
 """The last values of counters. A server keeps one, and passes it to each call."""
 
 
-def exposition(snapshot: Snapshot, more: Sequence[Family] = (), floor: Floor | None = None) -> bytes:
-    """Prometheus' text format, to be served as CONTENT_TYPE; `more` are families beside those of the snapshot.
+def snapshot_families(snapshot: Snapshot, floor: Floor | None = None) -> list[Family]:
+    """The families of a snapshot, always in the same order.
 
-    Takes some milliseconds of a core: a server calls it in a thread. Counters rise from call to call as long as those
-    of the snapshot do: a merge of replicas of which one has died does not, `MonotonicCounters` of the fleet does. A
-    lane that is just changing its station may be counted a few microseconds too long; with `floor` a counter never
-    falls, which Prometheus would take for a new start from zero.
+    Counters rise from call to call as long as those of the snapshot do: a merge of replicas of which one has died does
+    not, `MonotonicCounters` of the fleet does. A lane that is just changing its station may be counted a few
+    microseconds too long; with `floor` a counter never falls, which would look like a new start from zero.
+    """
+    parts = (_requests, _text, _unmasking, _speculation, _batches, _lanes, _machine, _models)
+    families = [family for part in parts for family in part(snapshot)]
+    if floor is None:
+        return families
+    for place, family in enumerate(families):
+        samples = list(family.samples)
+        for at, (labels, value) in enumerate(samples if family.kind == "counter" else ()):
+            key = (family.name, *labels.values())
+            if not isinstance(value, Distribution):
+                floor[key] = max(value, floor.get(key, 0.0))
+                samples[at] = labels, floor[key]
+        families[place] = replace(family, samples=samples)
+    return families
+
+
+def exposition(families: Sequence[Family]) -> bytes:
+    """Prometheus' text format, to be served as CONTENT_TYPE. Takes some milliseconds of a core: a server calls it in a
+    thread.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
-    parts = (_requests, _text, _unmasking, _speculation, _batches, _lanes, _machine, _models)  # always in this order
-    families = [family for part in parts for family in part(snapshot)]
-    if floor is not None:
-        for place, family in enumerate(families):
-            samples = list(family.samples)
-            for at, (labels, value) in enumerate(samples if family.kind == "counter" else ()):
-                key = (family.name, *labels.values())
-                if not isinstance(value, Distribution):
-                    floor[key] = max(value, floor.get(key, 0.0))
-                    samples[at] = labels, floor[key]
-            families[place] = replace(family, samples=samples)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector([*families, *more]))
+    registry.register(_Collector(families))
     return generate_latest(registry)
 
 

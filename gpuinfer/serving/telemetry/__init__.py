@@ -1,0 +1,1 @@
+"""What a server reports to an OpenTelemetry collector: spans of requests, metrics, and its log, over OTLP."""
