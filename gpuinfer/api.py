@@ -407,6 +407,12 @@ class Backend(Plugin, ABC):
         """
         return None
 
+    def counted_here(self) -> Mapping[str, Any] | None:
+        """Of a remote backend: what this process has answered itself until now, `Snapshot.to_wire()`, since the far
+        side was lost (`--fallback`). None where the far side has answered everything.
+        """
+        return None
+
     async def measure(self, rows: int, seconds: float) -> TextRoofline | None:
         """Of a model of text: what this machine does with it at best, in steps of so many rows, measured for about so
         many seconds. Asked once the run is over, with nothing under way. None, the default: it is not known.

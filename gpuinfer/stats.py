@@ -417,6 +417,14 @@ MODELS = _by_name(
         "waiting": Rule(sum),
     }
 )
+FALLBACKS = _by_name(
+    {
+        **dict.fromkeys(("why", "said"), FIRST),
+        "processes": Rule(sum),
+        **dict.fromkeys(("requests", "rows", "batches"), COUNT),
+    },
+    lambda line: bool(line["processes"]),
+)
 LEVEL = Rule(sum, in_turn=lambda parts: parts[-1] if parts else 0)
 PEAK = Rule(sum, in_turn=lambda parts: max(parts, default=0.0))  # they never ran together
 WORDS = Rule(lambda parts: tuple(dict.fromkeys(itertools.chain.from_iterable(parts))))
@@ -453,6 +461,9 @@ class Snapshot:
     classes: Mapping[str, Mapping[str, Any]] = _counter(CLASSES, dict)  # name → `ClassCount.to_wire()`
     models: Mapping[str, Mapping[str, Any]] = _counter(MODELS, dict)  # of several in one run: name → `of_model`
     notices: tuple[str, ...] = _counter(WORDS, ())  # what the strategy has to say to the user
+    fallback: Mapping[str, Mapping[str, Any]] = _counter(FALLBACKS, dict)
+    """Of a remote backend whose server is gone: the backend that goes on → {why, said (for people), processes,
+    requests, rows, batches}, as answered in this process."""
     waiting: int = _counter(LEVEL)  # rows in the queue now
     slots: int = _counter(LEVEL)  # rows that may be generated at once: batches are then forward steps. 0: no slots
     lanes: tuple[Mapping[str, Any], ...] = _counter(LANES, ())

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 
 # What others may import of a part: its modules with these names, from the part on. All else is the part's own affair.
 FACADES: dict[str, set[str]] = {
-    "backends": {"inprocess", "service_model", "vllm_engine.list_constraints"},
+    "backends": {"fallback", "inprocess", "service_model", "vllm_engine.list_constraints"},
     "central": {"async_client", "connection", "protocol", "server", "server_process"},
     "cli": {"screen.display", "screen.final_panel"},
     "config": {
@@ -86,6 +86,7 @@ FACADES: dict[str, set[str]] = {
         "loop.loop_summary",
         "memory.memory_options",
         "memory.memory_probe",
+        "network_options",
         "peers.peer_process",
         "presenter",
         "rollouts_bench.constraint_speed",
@@ -104,6 +105,7 @@ FACADES: dict[str, set[str]] = {
         "simulate.outcome",
         "simulate.simulation_tables",
         "verify.perplexity",
+        "verify.rows_verification",
         "verify.verification",
         "verify.verify_setup",
     },

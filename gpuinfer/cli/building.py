@@ -118,7 +118,14 @@ def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend,
         )
     if not serving.several_devices:
         setup.device  # noqa: B018  raises for several
-    return _made("backends", common.backend, merged, setup), _made("strategies", common.strategy, merged, setup)
+    backend = _made("backends", common.backend, merged, setup)
+    if common.fallback is not None:
+        from gpuinfer.backends.fallback import with_fallback
+
+        local = registry.load("backends", common.fallback)
+        given = merged.options("backends", common.fallback, local)
+        backend = with_fallback(backend, common.backend, common.fallback, local, given)
+    return backend, _made("strategies", common.strategy, merged, setup)
 
 
 def served_plainly(name: str, setup: Setup, merged: settings.Settings) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -131,7 +138,7 @@ def served_plainly(name: str, setup: Setup, merged: settings.Settings) -> tuple[
 
 def _given_of(merged: settings.Settings, kind: str, name: str, made: Backend | Strategy) -> dict[str, Any]:
     """Those alone that somebody gave, as the plugin understood them."""
-    given = merged.options(kind, name, type(made))
+    given = merged.options(kind, name, registry.load(kind, name))
     plain = _plain(made.options)
     return {key: plain.get(key, value) for key, value in given.items()}
 

@@ -25,6 +25,7 @@ EVERYWHERE = "Everywhere"  # the help panel of the common flags
 
 METAVARS = {
     "backend": "NAME",
+    "fallback": "NAME",
     "strategy": "NAME",
     "device": "NAME",
     "dtype": "NAME",
@@ -50,6 +51,7 @@ def common_flags(max_failures: float = Workload.max_failures) -> Parameters:
     fields = {field.alias or name: field for name, field in settings.Common.model_fields.items()}
     offered = {
         "backend": _names("backends"),
+        "fallback": _names("backends"),
         "strategy": _names("strategies"),
         "device": _from("auto", "all", "cpu", "cuda"),
         "dtype": _from(*map(str, options.choices(fields["dtype"].annotation))),

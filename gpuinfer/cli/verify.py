@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.errors import UsageError
-from gpuinfer.lab.verify.verify_setup import VerifyOptions
+from gpuinfer.lab.network_options import is_network, network_spec
+from gpuinfer.lab.verify.verify_setup import VerifyOptions, check_kind
+
+if TYPE_CHECKING:
+    from gpuinfer.lab.presenter import Page
+    from gpuinfer.lab.verify.rows_verification import RowsVerification
 
 NAME = "verify"
 BACKEND = "inprocess"
@@ -24,6 +30,10 @@ installed.
 Where two ways part, the two tokens and their logits on each side are shown: a
 tie passes and is said, a fault fails.
 
+Of a network of rows (blobnet, module:factory): the module alone with one row at
+a time, in a batch, in the process of a run, through the central server and
+through a fleet, with the largest difference of policy and value.
+
 With --perplexity FILE no checks are made: what the model makes of this text is
 measured, as it is, and with the options that are given, as -B weights=int8.
 
@@ -33,7 +43,7 @@ Exits 4 when a check does not hold.
 
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
-    from gpuinfer.api import Setup
+    from gpuinfer.cli.building import setup_of
     from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
     from gpuinfer.config import registry
@@ -42,7 +52,8 @@ def execute(values: Mapping[str, Any]) -> int:
 
     merged, destination, options = begin_run(NAME, VerifyOptions, values)
     common = merged.common
-    setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
+    check_kind(options)
+    setup = replace(setup_of(common), deterministic=options.deterministic)
     say = progress_lines(NAME, common.quiet)
     backend = registry.load("backends", BACKEND)
     tuning = backend.Options(**merged.options("backends", BACKEND, backend))
@@ -56,7 +67,16 @@ def execute(values: Mapping[str, Any]) -> int:
     if tuning.model_fields_set:
         name = min(tuning.model_fields_set)
         raise UsageError(f"-B {name} is for --perplexity here. Add --perplexity FILE, or leave it out.")
-    verification = Verification(options, setup, say=say)
+    verification: Verification | RowsVerification
+    page_of: Callable[[dict[str, Any]], Page]
+    if is_network(options.model):
+        from gpuinfer.lab.verify import rows_verification
+
+        spec = network_spec(options, setup)
+        verification = rows_verification.RowsVerification(options, setup, spec, say=say)
+        page_of = rows_verification.rows_page
+    else:
+        verification, page_of = Verification(options, setup, say=say), verify_page
     stopped = False
     with interruptible():
         try:
@@ -65,7 +85,7 @@ def execute(values: Mapping[str, Any]) -> int:
             stopped = True
     document = verification.document()
     if verification.findings or not stopped:
-        show_page(verify_page(document), on_stderr=destination.stdout)
+        show_page(page_of(document), on_stderr=destination.stdout)
     destination.write(document)
     return CHECK_FAILED if not verification.holds else PARTIAL if stopped else 0
 

@@ -123,7 +123,7 @@ COMMANDS = (
     "docs",
 )  # our own, whatever plugins are installed
 SETTINGS = (
-    "backend", "strategy", "device", "dtype", "seed", "json", "trace", "track", "live", "quiet", "verbose",
+    "backend", "fallback", "strategy", "device", "dtype", "seed", "json", "trace", "track", "live", "quiet", "verbose",
     "roofline", "trial", "patience", "give_up", "max_failures", "max_queue_rows", "disabled_plugins", "backends",
     "strategies",
 )  # fmt: skip

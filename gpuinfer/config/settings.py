@@ -48,6 +48,9 @@ class Common(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     backend: str = Field("inprocess", description="who answers the requests")
+    fallback: str | None = Field(
+        None, description="the backend that goes on in this process when a server is gone for good, as inprocess"
+    )
     strategy: str = Field("dynamic", description="when waiting requests become a batch")
     device: str = Field(
         "auto",

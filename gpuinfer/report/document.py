@@ -80,6 +80,16 @@ class BatchesSection(TypedDict):
     reasons: CutReasons
 
 
+class FallbackSection(TypedDict):
+    backend: Annotated[str, about("as --fallback names it")]
+    why: Annotated[str, about("the error of the server that is gone")]
+    processes: Annotated[Positive, about("that went on with a model of their own")]
+    requests: Annotated[Count, about("that it answered")]
+    rows: Count
+    batches: Count
+    rows_mean: Annotated[Amount | None, about("rows a batch; null: it has computed none")]
+
+
 class UnmaskingSection(TypedDict):
     forwards: Annotated[Amount, about("rows, summed over steps")]
     idle_forwards: Annotated[Amount, about("of these, those that committed nothing")]
@@ -465,6 +475,9 @@ class DeviceNeighbour(TypedDict):
 
 
 class DeviceSection(DeviceReading):
+    utilisation_mean: NotRequired[
+        Annotated[Share | None, about("of the readings while the clock ran, NVML's; null: it is not known")]
+    ]
     devices: Annotated[
         dict[str, DeviceLine],
         about("each of several devices that have a copy of the model, by name; empty where there is one"),
@@ -617,6 +630,10 @@ class ReportDocument(TypedDict):
     models: NotRequired[Annotated[list[ModelLine], about("a line each, where a run has several")]]
     beside: NotRequired[Annotated[dict[str, dict[str, Any]], about("models beside it, by name, each as it is told")]]
     notices: Annotated[list[str], about("what the strategy has to say to the user")]
+    fallback: Annotated[
+        FallbackSection | None,
+        about("who went on when the server of a remote backend was gone for good (--fallback); null: nobody had to"),
+    ]
     device: DeviceSection
 
 

@@ -67,6 +67,7 @@ class Run:
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: str = "gpuinfer"
     max_failures: float = 1.0  # the share that may fail before the run has
+    utilisation_mean: float | None = None  # of the device, 0 to 1, while the clock ran; None: not known
 
 
 def schema() -> dict[str, Any]:
@@ -122,7 +123,8 @@ def build(run: Run) -> dict[str, Any]:
         "models": report_sections.model_lines(snapshot, run.wall_s),
         "beside": {name: dict(model) for name, model in snapshot.device.get("beside", {}).items()},
         "notices": list(snapshot.notices),
-        "device": device(snapshot, run.wall_s),
+        "fallback": report_sections.of_fallback(snapshot),
+        "device": device(snapshot, run.wall_s, run.utilisation_mean),
     }
     return cast(dict[str, Any], document)
 
@@ -137,10 +139,11 @@ def error_counts(errors: Mapping[str, int]) -> ErrorCounts:
     return cast(ErrorCounts, {name: errors.get(name, 0) for name in ERRORS})
 
 
-def device(snapshot: Snapshot, wall_s: float) -> DeviceSection:
+def device(snapshot: Snapshot, wall_s: float, utilisation_mean: float | None = None) -> DeviceSection:
     """The device, or all of several together."""
     return {
         **_read(snapshot.device),
+        "utilisation_mean": utilisation_mean,
         "devices": devices(snapshot, wall_s),
         "others": list(snapshot.device.get("others", ())),
     }

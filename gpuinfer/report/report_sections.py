@@ -16,7 +16,14 @@ from typing import Any, cast
 from gpuinfer.api import TextRoofline
 from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
-from gpuinfer.report.document import CoresSection, ErrorCounts, ModelLine, SpreadSection, TrainingSection
+from gpuinfer.report.document import (
+    CoresSection,
+    ErrorCounts,
+    FallbackSection,
+    ModelLine,
+    SpreadSection,
+    TrainingSection,
+)
 from gpuinfer.stats import ERRORS, Snapshot, summarise
 
 
@@ -138,6 +145,22 @@ def seconds_on_cores(snapshot: Snapshot, busy_s: float) -> dict[str, float]:
         factor = 1 + min(others, (busy_s - total) / computed)
         ran |= {station: factor * ran[station] for station in COMPUTING if station in ran}
     return {station: spent for station, spent in ran.items() if spent}
+
+
+def of_fallback(snapshot: Snapshot) -> FallbackSection | None:
+    """The backend that went on when the server of a remote one was gone; None where the server has stayed."""
+    for name, line in snapshot.fallback.items():
+        batches = line["batches"]
+        return FallbackSection(
+            backend=name,
+            why=line["why"],
+            processes=line["processes"],
+            requests=line["requests"],
+            rows=line["rows"],
+            batches=batches,
+            rows_mean=line["rows"] / batches if batches else None,
+        )
+    return None
 
 
 def model_lines(snapshot: Snapshot, wall_s: float) -> list[ModelLine]:

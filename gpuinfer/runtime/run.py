@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import fmean
 from typing import Any
 
 from gpuinfer import errors
@@ -220,6 +221,7 @@ class _Execution:
         self._reports = 0  # of progress, by the workload
         self._active: object = None  # counters that change while the run makes progress
         self._noticed: set[str] = set()  # notices that were shown
+        self._busy: list[float] = []  # the device's utilisation, at each look while the clock runs
         self._enough = False  # `until` has returned True
         self._keep: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
@@ -469,11 +471,14 @@ class _Execution:
         stations = [item for lane in snapshot.lanes for item in lane["stations"].items()]
         busy_s = math.fsum(spent for station, spent in stations if station != "idle")
         self._active = snapshot.requests, sum(snapshot.errors.values()), busy_s
-        for notice in (*self.backend.notices, *snapshot.notices):
+        replaced = (str(line["said"]) for line in snapshot.fallback.values())
+        for notice in (*self.backend.notices, *snapshot.notices, *replaced):
             if notice not in self._noticed:
                 self._noticed.add(notice)
                 log.warning("%s", notice)
         elapsed_s, setup_s, cores = self.wall_s(), self.setup_s(), None
+        if elapsed_s and self._at_work and (busy := snapshot.device.get("utilisation")) is not None:
+            self._busy.append(float(busy))
         if elapsed_s and self._clock_to is not None:
             cores = report_sections.core_shares(snapshot, elapsed_s, self.cores())
         elif elapsed_s:  # who uses the cores, by the last reading: reading takes time
@@ -509,6 +514,7 @@ class _Execution:
                 text_roofline=self.text_roofline,
                 cores=self.cores(),
                 max_failures=self._max_failures,
+                utilisation_mean=fmean(self._busy) if self._busy else None,
                 settings=self.settings,
                 command=self.command or f"gpuinfer {names['workload']}",
             )

@@ -156,13 +156,22 @@ class SessionCounters:
             return own
         served = self._engine.snapshot()
         if self._backend.remote:
-            served = _asked(served)
+            served = merge_snapshots([_asked(served), *self._answered_here()])
         else:
             try:
                 served = replace(served, device=dict(self._backend.device()))
             except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
                 self._warn("device", error)
         return merge_snapshots([served, own])
+
+    def _answered_here(self) -> list[Snapshot]:
+        """What a backend has answered in this process in the place of its far side."""
+        try:
+            wire = self._backend.counted_here()
+            return [] if wire is None else [_served(Snapshot.from_wire(wire))]
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("counted_here", error)
+            return []
 
     @property
     def lost(self) -> bool:

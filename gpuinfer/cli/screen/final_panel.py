@@ -107,6 +107,11 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
             yield PanelRow("", f"Trying it now, for about {trying_s:.0f} s. Ctrl-C skips that.")
     for notice in report.get("notices") or ():
         yield PanelRow("strategy", str(notice), "warning")
+    if gone_on := report.get("fallback"):
+        count = gone_on["processes"]
+        where = f"{count} process{'es' if count > 1 else ''}"
+        text = f"the server was gone: {gone_on['backend']} answered {whole(gone_on['rows'])} rows in {where}"
+        yield PanelRow("fallback", f"{text}. {gone_on['why']}", "warning")
     failures = report.get("failures") or {}
     vain = report.get("errors") or {}
     if errors := errors_of(

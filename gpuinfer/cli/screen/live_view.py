@@ -74,6 +74,7 @@ class ViewLines:
             done_of(update),
             *rates_of(rates),
             *batch_texts(update.snapshot),
+            *gone_on(update.snapshot),
             *device_shares(update.snapshot),
             *workload_of(update.progress.facts),
             left_of(update),
@@ -185,7 +186,12 @@ def value_and_unit(rate: str) -> tuple[str, str]:
 def health_of(update: RunUpdate, rates: Mapping[str, float]) -> list[str]:
     """The queue, the device and how near the roofline is."""
     snapshot = update.snapshot
-    parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
+    parts = [
+        *gone_on(snapshot),
+        f"{whole(snapshot.waiting)} rows waiting",
+        *tokens_come(snapshot),
+        *device_of(snapshot.device),
+    ]
     if several := snapshot.device.get("devices"):
         rows = sum(device["rows"] for device in several.values())
         shares = {name: f"{name} {device['rows'] / max(rows, 1):.0%} of the rows" for name, device in several.items()}
@@ -204,6 +210,13 @@ def health_of(update: RunUpdate, rates: Mapping[str, float]) -> list[str]:
         if found := report_sections.against_text_roofline(steps, update.text_roofline, update.elapsed_s, 0.0, usual):
             parts.append(f"{found['efficiency']:.0%} of what this machine can do with this model")
     return parts
+
+
+def gone_on(snapshot: Snapshot) -> Iterator[str]:
+    """Which backend goes on since the server is gone, and in how many processes."""
+    for name, line in snapshot.fallback.items():
+        count = line["processes"]
+        yield f"the server is gone: {name} goes on in {count} process{'es' if count > 1 else ''}"
 
 
 def tokens_come(snapshot: Snapshot) -> Iterator[str]:

@@ -82,6 +82,7 @@ def _row(row: Standing, comparison: Comparison, parity: Parity | None) -> dict[s
         "rows_per_s": row.served,
         "latency_s": dict(row.report["latency_s"]),
         "rows_per_batch": batches["rows_mean"],
+        "rows_per_batch_to_first": words.batch_ratio(row, comparison.rows[0]),
         "reasons": {name: count for name, count in batches["reasons"].items() if count},
         "efficiency": roofline["efficiency"] if roofline else None,
         "exceeded": roofline["rows_per_s"] / max(roofline["measured"])

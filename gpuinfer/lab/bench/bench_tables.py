@@ -75,7 +75,7 @@ def _page(title: str, document: Mapping[str, Any]) -> Page:
             "×": "" if row["standing"] == "first" or row["ratio_to_first"] is None else f"{row['ratio_to_first']:.2f}",
             "rows/s": number(row["rows_per_s"]),
             **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
-            "rows/batch": whole(mean) if mean else "",
+            "rows/batch": f"{whole(mean)}{_batches_to_first(row)}" if mean else "",
             "batch": "" if not mean else whole(mean) if mean >= 10 else number(mean),
             "cut": next(iter(reasons), ""),
             "reasons": ", ".join(reasons),
@@ -127,6 +127,8 @@ def _notes(document: Mapping[str, Any], own: Sequence[Note]) -> Iterator[Note]:
         yield "why", document["why"]
     yield from own
     compared = document["comparison"]
+    if compared and not document["of_load"]:
+        yield from (("batches", text) for text in _about_batches(compared))
     spread = max((max(row["rates"]) / min(row["rates"]) for row in compared if min(row["rates"]) > 0), default=1.0)
     above = max((row["exceeded"] or 0.0 for row in compared), default=0.0)
     signs = [f"runs of one variant differ by {spread:.1f}×"] if spread > SPREAD else []
@@ -160,6 +162,40 @@ def _notes(document: Mapping[str, Any], own: Sequence[Note]) -> Iterator[Note]:
         yield "stopped", "before all was done: the figures are those of the runs that had ended"
     if document["command"]:
         yield "command", document["command"]
+
+
+LIKE_FIRST = 0.05  # mean batches that are as near to those of the first are the same
+
+
+def _batches_to_first(row: Mapping[str, Any]) -> str:
+    """Such as ` (3.2×)`; nothing for the first, and where batches are as large."""
+    ratio = row["rows_per_batch_to_first"]
+    if row["standing"] == "first" or ratio is None or abs(ratio - 1) <= LIKE_FIRST:
+        return ""
+    return f" ({ratio:.2g}×)" if ratio < 10 else f" ({ratio:.0f}×)"
+
+
+def _about_batches(compared: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of each variant whose batches are of another size than those of the first: what that has brought."""
+    first = compared[0]
+    for row in compared[1:]:
+        ratio = row["rows_per_batch_to_first"]
+        if ratio is None or abs(ratio - 1) <= LIKE_FIRST:
+            continue
+        larger, speed = ratio > 1, row["ratio_to_first"]
+        times = f"{ratio:.2g} times" if larger else f"{ratio:.0%} of"
+        means = (
+            f"{row['name']} computes batches of {whole(row['rows_per_batch'])} rows, {times} those of {first['name']}"
+        )
+        brought = ""
+        if speed is not None and row["standing"] == "tie":
+            brought = "; that has changed the speed by no more than the noise"
+        elif speed is not None and larger == (row["standing"] == "faster"):
+            brought = f", and is {speed:.2f} times as fast"
+        elif speed is not None:
+            why = "larger batches were not what was missing here" if larger else "smaller ones were enough here"
+            brought = f", and yet it is {speed:.2f} times as fast: {why}"
+        yield f"{means}{brought}"
 
 
 def ratio_to_first(row: Mapping[str, Any]) -> str:

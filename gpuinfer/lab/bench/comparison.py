@@ -141,6 +141,12 @@ def _held_back(row: Standing) -> str:
     return f"{row.name}: {found['class']}. {found['why']}"
 
 
+def batch_ratio(row: Standing, first: Standing) -> float | None:
+    """How many times as many rows its mean batch has as that of the first; None where one of them forms none."""
+    ours, theirs = (one.report["batches"]["rows_mean"] for one in (row, first))
+    return ours / theirs if ours and theirs else None
+
+
 ABOUT_ALL = 0.93  # of what arrives; the rest is still on its way
 FEW = 0.01  # of the requests
 METRICS = {"games_per_min": "games/min", **LATENCIES}

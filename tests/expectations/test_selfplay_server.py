@@ -1,0 +1,243 @@
+"""What users of a central server for self-play expect: parity on their own model, a run that outlives its server, what
+the server's batches bring, and which parameter does what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from bench_outcomes import made_document, outcome
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.central import Central
+from gpuinfer.backends.fallback import LocalPlan, weights_identity, with_fallback
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BackendDied
+from gpuinfer.lab.bench.bench_tables import bench_page
+from gpuinfer.lab.loop.loop_figures import step_figures
+from gpuinfer.lab.loop.loop_runner import LoopStep
+from gpuinfer.lab.loop.loop_summary import device_use, loop_page
+from gpuinfer.models.positions import positions_of
+from gpuinfer.runtime.run import execute
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
+
+pytestmark = pytest.mark.usefixtures("children_forked")
+
+WAIT_S = 120
+
+
+class ServerKiller:
+    """Kills the server of a run with SIGKILL, each time that it serves, once games are under way."""
+
+    def __init__(self, backend):
+        self.backend, self.killed, self.live = backend, [], []
+
+    def look(self, update):
+        from gpuinfer.cli.screen.live_view import health_of
+
+        self.live += health_of(update, {})[:1]
+        server = self.backend._primary._server
+        if update.elapsed_s and update.snapshot.rows and server is not None and not server.lost:
+            pid = server._child.pid
+            if pid not in self.killed:
+                self.killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+
+
+def played(folder, backend_of, look=lambda update: None):
+    play = SelfPlayWorkload(
+        Setup(), model="blobnet-small", games=8, simulations=24, workers=2, out=folder, deterministic=True
+    )
+    setup = Setup(model=play.model(), processes=play.processes, deterministic=play.deterministic)
+    backend = backend_of(setup)
+
+    async def run():
+        done = execute(play, backend, Dynamic(setup), roofline=False, on_update=look(backend), update_s=0.05)
+        return await asyncio.wait_for(done, WAIT_S)
+
+    return asyncio.run(run())
+
+
+def played_with_a_killed_server(folder, **options):
+    killers = []
+
+    def look(backend):
+        killers.append(ServerKiller(backend))
+        return killers[0].look
+
+    def backend_of(setup):
+        return with_fallback(Central(setup, **options), "central", "inprocess", InProcess, {})
+
+    return played(folder, backend_of, look), killers[0]
+
+
+def test_a_run_goes_on_in_its_own_processes_when_the_server_is_killed(tmp_path, caplog):
+    report, killer = played_with_a_killed_server(tmp_path / "out")
+    assert len(killer.killed) == 1
+    assert (report["status"], report["progress"]["done"], report["errors"]["failed"]) == ("done", 8, 0)
+    gone_on = report["fallback"]
+    assert (gone_on["backend"], gone_on["processes"] in (1, 2)) == ("inprocess", True)
+    assert 0 < gone_on["rows"] < report["throughput"]["rows_per_s"] * report["wall_s"]
+    assert "gone" in gone_on["why"]
+    said = [record.getMessage() for record in caplog.records if "as --fallback says" in record.getMessage()]
+    assert len(said) == 1, "once for the run, and not once for each worker"
+    assert any("inprocess goes on" in line for line in killer.live)
+
+
+@pytest.mark.thorough
+def test_a_run_whose_servers_restarts_are_used_up_plays_the_games_that_it_would_have_played(tmp_path, caplog):
+    report, killer = played_with_a_killed_server(tmp_path / "killed", restart=True)
+    assert len(killer.killed) >= 2
+    assert "It is started again." in caplog.text
+    assert (report["status"], report["errors"]["failed"]) == ("done", 0)
+    assert report["fallback"]["backend"] == "inprocess"
+    undisturbed = played(tmp_path / "whole", InProcess, lambda backend: lambda update: None)
+    assert undisturbed["fallback"] is None
+    found, right = (positions_of([tmp_path / name]) for name in ("killed", "whole"))
+    for name in ("observation", "policy", "value"):
+        assert np.array_equal(getattr(found, name), getattr(right, name))
+
+
+def test_a_fallback_without_a_server_to_lose_is_refused_with_a_cure(gpuinfer, empty_folder):
+    model = ("selfplay", "--model", "blobnet-small", "--games", "1")
+    refused = {
+        ("--fallback", "inprocess"): "choose --backend central",
+        ("--backend", "central", "--fallback", "central"): "--fallback inprocess",
+        ("--backend", "central", "--fallback", "nowhere"): "no backend named 'nowhere'",
+    }
+    for words, cure in refused.items():
+        code, _, err = gpuinfer(*model, *words)
+        assert (code, cure in err) == (2, True), err
+
+
+def test_a_fallback_never_goes_on_with_other_weights(tmp_path):
+    weights = tmp_path / "w.safetensors"
+    weights.write_bytes(b"one")
+    spec = ModelSpec("blobnet-small", str(weights), 8, arguments={"actions": 4, "seats": 2})
+    plan = LocalPlan("inprocess", InProcess, Setup(model=spec), {}, weights_identity(spec))
+    assert isinstance(plan.make(), InProcess)
+    weights.write_bytes(b"two")
+    with pytest.raises(BackendDied, match="weights of 'blobnet-small' have changed"):
+        plan.make()
+
+
+# Parity
+
+
+def verified(gpuinfer, tmp_path, model, *words):
+    place = tmp_path / "verify.json"
+    flags = ("--model", f"row_networks:{model}", "--features", "12", "--json", str(place), "--batch-sizes", "1,16")
+    code, out, err = gpuinfer("verify", *flags, *words)
+    return code, json.loads(place.read_text()), out + err
+
+
+def test_verify_shows_the_largest_difference_of_policy_and_value_by_every_way_to_the_model(gpuinfer, tmp_path):
+    words = ("--actions", "9", "--seats", "2", "--through", "central")
+    code, found, said = verified(gpuinfer, tmp_path, "sound", *words)
+    checks = {check["name"]: check for check in found["checks"]}
+    assert (code, found["holds"]) == (0, True), said
+    assert list(checks) == ["in one batch", "inprocess, 1 a request", "inprocess, 16 a request", "central"]
+    for check in checks.values():
+        policy, value = check["outputs"]
+        assert (policy["name"], value["name"], policy["same_best"]) == ("policy", "value", 1.0)
+        assert policy["largest_difference"] <= found["tolerance"]
+        assert check["compared"] == found["rows"]
+    assert "best policy" in said
+
+
+def test_verify_names_a_network_whose_answers_depend_on_the_batch_and_ends_with_4(gpuinfer, tmp_path):
+    words = ("--actions", "9", "--seats", "2", "--through", "inprocess")
+    code, found, said = verified(gpuinfer, tmp_path, "batch_dependent", *words)
+    in_one_batch = found["checks"][0]
+    assert (code, found["holds"], in_one_batch["status"]) == (4, False, "fails")
+    policy, value = in_one_batch["outputs"]
+    assert policy["largest_difference"] <= found["tolerance"] < value["largest_difference"]
+    assert "the module itself" in " ".join(said.split())
+
+
+def test_verify_takes_rows_of_a_file_and_outputs_of_any_name(gpuinfer, tmp_path):
+    rows = tmp_path / "rows.npy"
+    np.save(rows, np.random.default_rng(1).standard_normal((50, 12)).astype(np.float32))
+    code, found, said = verified(gpuinfer, tmp_path, "named", "--rows", str(rows), "--through", "inprocess")
+    assert (code, found["rows"]) == (0, 50), said
+    assert [one["name"] for one in found["checks"][0]["outputs"]] == ["logits", "score"]
+    assert found["checks"][0]["outputs"][1]["same_best"] is None, "it has one entry a row"
+
+
+@pytest.mark.thorough
+def test_verify_asks_a_fleet_too(gpuinfer, tmp_path):
+    words = ("--actions", "9", "--seats", "2")
+    code, found, said = verified(gpuinfer, tmp_path, "sound", *words)
+    assert code == 0, said
+    assert [check["name"] for check in found["checks"]][-2:] == ["central", "fleet"]
+
+
+def test_verify_refuses_options_of_the_other_kind_of_model(gpuinfer, empty_folder):
+    refused = {
+        ("--model", "row_networks:sound"): "--features N",
+        ("--model", "row_networks:sound", "--features", "3", "--prompts", "x"): "for models of text",
+        ("--model", "tiny", "--rows", "x.npy"): "for networks of rows",
+        ("--model", "tiny", "--features", "3"): "belongs to a network of rows",
+        ("--model", "row_networks:sound", "--features", "3", "--rows", "x.npy"): "Give a .npy file",
+    }
+    for words, cure in refused.items():
+        code, _, err = gpuinfer("verify", *words)
+        assert (code, cure in err) == (2, True), err
+
+
+# Batches with a server and without
+
+
+def test_bench_compare_sets_the_mean_batches_side_by_side_and_says_what_they_bring():
+    series = outcome({"inprocess": [100.0, 101.0, 102.0], "central": [150.0, 151.0, 152.0]})
+    for run in series.runs:
+        if run.variant == "central":
+            run.report["batches"]["rows_mean"] = 640.0
+    made = made_document(series)
+    first, second = made["comparison"]
+    assert first["rows_per_batch_to_first"] == 1.0
+    assert second["rows_per_batch_to_first"] == pytest.approx(640 / first["rows_per_batch"])
+    page = bench_page(made)
+    column = page.table.columns.index("rows/batch")
+    assert page.table.rows[1][column] == f"640 ({640 / first['rows_per_batch']:.2g}×)"
+    said = dict(page.notes)["batches"]
+    assert said.startswith("central computes batches of 640 rows")
+    assert "as fast" in said
+
+
+# The loop
+
+
+def games_report(**device):
+    return {
+        "setup_s": 1.0,
+        "wall_s": 2.0,
+        "progress": {"done": 40},
+        "throughput": {"games_per_min": 1200.0},
+        "batches": {"rows_mean": 512.0},
+        "device": {"name": "a GPU", "utilisation": 0.2, "utilisation_mean": 0.87, "reserved_mb": 2048.0, **device},
+    }
+
+
+def test_the_loops_table_and_its_tracked_figures_show_batches_and_use_of_the_device(tmp_path):
+    step = LoopStep("games", 1, [], tmp_path / "games.json")
+    figures = step_figures(step, games_report(), False)
+    assert figures["loop/rows_per_batch"] == 512
+    assert (figures["loop/device_utilisation"], figures["loop/device_mb"]) == (0.87, 2048)
+    on_cpu = games_report(utilisation=None, utilisation_mean=None, reserved_mb=None)
+    assert "loop/device_utilisation" not in step_figures(step, on_cpu, False)
+    iteration = dict.fromkeys(("games", "games_s", "loss", "training_s", "strength", "gate"))
+    lines = [
+        {**iteration, "iteration": 1, **device_use(games_report())},
+        {**iteration, "iteration": 2, **device_use(on_cpu)},
+    ]
+    table = loop_page({"iterations": lines, "strength": None, "command": "gpuinfer loop"}, {}).table
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert (rows[0]["rows/batch"], rows[0]["device"]) == ("512", "87% busy, 2.15 GB")
+    assert (rows[1]["rows/batch"], rows[1]["device"]) == ("512", "–")
