@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.host.installation import require_package
+from gpuinfer.host.extras import require_extra
 
 NOTHING = "none"  # a target: nothing is tracked, whatever the environment or a file says
 Summary = Mapping[str, str | float]
@@ -26,8 +26,6 @@ class Tracker(ABC):
     Methods are called one after the other from one thread. What they raise ends the tracking and is shown to the user
     once; the run goes on.
     """
-
-    package: ClassVar[str]  # that it imports, of the extra with the tracker's name
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -63,7 +61,7 @@ def open_tracker(word: str) -> Tracker:
     if equals and not target:
         raise UsageError(f"--track {word}: nothing stands behind the '='. Give --track {USUAL[name]}.")
     tracker = TRACKERS[name](target)
-    require_package(tracker.package, name, f"--track {word}")
+    require_extra(name, f"--track {word}")
     tracker.check()
     return tracker
 
@@ -83,8 +81,6 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int |
 
 class TensorBoard(Tracker):
     """Event files in a folder of the run's own, below the one that is named."""
-
-    package = "tensorboard"
 
     def check(self) -> None:
         if not self.target:
@@ -147,8 +143,6 @@ class WeightsAndBiases(Tracker):
     business (`wandb login`, `WANDB_MODE=offline`).
     """
 
-    package = "wandb"
-
     def start(self, run: str, settings: Mapping[str, Any]) -> str:
         import wandb
 
@@ -175,7 +169,6 @@ class WeightsAndBiases(Tracker):
 class MLflow(Tracker):
     """A run of the experiment that is named, on the server that `MLFLOW_TRACKING_URI` names."""
 
-    package = "mlflow"
     _statuses: ClassVar[Mapping[str, str]] = {"done": "FINISHED", "failed": "FAILED"}
     _at_once = 100  # params; a server takes no more
     _longest = 500  # characters of a param: older servers take no more

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 BESIDE = ("pip", "setuptools")
 """For plugins: `plugins install` is pip's, and a plugin's folder is built by setuptools where there is no network."""
-EXTRAS = ("nvml", "otel")
+EXTRAS = ("hub", "nvml", "otel", "plots", "plugins", "schemas", "serve", "tune")
 """Optional features of ours whose packages are small beside the rest. Parquet's are not: 170 MB."""
 
 # Of packages, whatever runs without them: their tests, headers for C, static libraries, other programs.

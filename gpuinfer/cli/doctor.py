@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import psutil
 import typer
 
@@ -25,7 +24,7 @@ from gpuinfer.cli.plugin_probe import inspect_all
 from gpuinfer.cli.problems import FAILED
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError
-from gpuinfer.host import children, installation, machine
+from gpuinfer.host import children, extras, installation, machine
 from gpuinfer.units import number
 
 PROBE_S = 90.0  # torch's first import from a cold disk
@@ -90,6 +89,7 @@ def examine_machine() -> Iterator[tuple[str, list[Fact]]]:
     yield "machine", [*_processor(), *_memory()]
     torch = probe_torch()
     yield "versions", list(_versions(torch))
+    yield f"extras, each by {extras.install_command('NAME')}", list(_extras())
     yield "devices", list(_devices(torch))
     yield "places", [_cache_folder()]
     settings_found, plugins = _settings(), list(_plugins())
@@ -150,6 +150,12 @@ def _versions(torch: Mapping[str, Any]) -> Iterator[Fact]:
             yield Fact(package, "not installed", f"pip install {package}", ok=False)
 
 
+def _extras() -> Iterator[Fact]:
+    for name, extra in extras.EXTRAS.items():
+        there = not extras.missing_modules(name)
+        yield Fact(name, "installed" if there else "not installed", extra.purpose, ok=there, serious=False)
+
+
 def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
     works = "error" not in torch
     yield Fact("cpu", "ready" if works else "torch does not work", ok=works)
@@ -159,7 +165,7 @@ def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
         yield Fact("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
         return
     if "nvml" in torch:
-        reason = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
+        reason = f"{torch['nvml']}: other programs on the device are not seen. Run: {extras.install_command('nvml')}"
         yield Fact("driver", "not asked", reason, ok=False, serious=False)
     else:
         newest = f"for CUDA {torch['driver_cuda']} and before" if torch.get("driver_cuda") else ""
@@ -260,7 +266,7 @@ def nvidia_smi() -> str:
 
 def _cache_folder() -> Fact:
     """Where compiled kernels are kept."""
-    folder = Path(platformdirs.user_cache_dir("gpuinfer"))
+    folder = installation.user_cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

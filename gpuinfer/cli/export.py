@@ -123,10 +123,11 @@ def execute(values: Mapping[str, Any]) -> int:
         raise UsageError(f"--{odd[0].replace('_', '-')} does not go with --{ways[0]}. Leave it out.")
     subject = _subject(options, setup_of(common))
 
+    from gpuinfer.host.extras import require_extra
     from gpuinfer.host.files import put_whole
     from gpuinfer.models import onnx_export
 
-    onnx_export.require()
+    require_extra("onnx", "an export to ONNX")
     if options.weights is None and ":" not in options.model:
         say(f"no --weights: those of '{options.model}' are drawn from --seed {common.seed}")
     network = onnx_export.open_exportable(subject.spec, common.seed)

@@ -15,6 +15,7 @@ from gpuinfer.cli import flags, output
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.extras import require_extra
 from gpuinfer.host.files import no_folder
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _check_files(cases: Sequence[Scenario], common: Common) -> None:
     output.refuse_shared(written, output.named_places(options.model_copy(update={"plot": None})))
     if (plot := options.plot) is None:
         return
+    require_extra("plots", f"--plot {plot}")
     if plot.suffix.lower() not in SUFFIXES:
         raise UsageError(f"--plot {plot}: this is drawn as PNG or SVG. Give a file such as {plot.stem or 'p'}.png.")
     folder = plot.parent

@@ -11,6 +11,7 @@ import typer
 from gpuinfer.cli import flags, output, workload_targets
 from gpuinfer.cli.comparison_end import (
     apply_winner,
+    check_apply,
     comparison_flag,
     concluded,
     refuse_records,
@@ -79,6 +80,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     )
     common = merge(target, single(values)).common
     destination = output.Destination(common.report)
+    check_apply(own["apply"])
     refuse_records(target, values)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")

@@ -21,6 +21,7 @@ from typing import Any
 
 from gpuinfer.errors import PluginError, UnknownName
 from gpuinfer.host import error_text
+from gpuinfer.host.extras import require_extra
 from gpuinfer.host.installation import plugin_folder
 
 UNKNOWN_VERSION = "0.0.0"  # what gpuinfer calls itself where it was never installed
@@ -43,6 +44,7 @@ def wanted_versions(requires: Iterable[str] | None) -> str | None:
     mine = [line for line in requires or () if OUR_REQUIREMENT.match(line.strip())]
     if not mine:
         return None
+    require_extra("plugins", "a package that adds plugins")
     from packaging.requirements import InvalidRequirement, Requirement  # some milliseconds
 
     meant, ranges = False, list[str]()
@@ -75,9 +77,7 @@ def contract_range(here: str | None = None) -> str:
     """The versions of gpuinfer that keep this one's contract: before 1.0 those of one minor version, afterwards of one
     major version (Semantic Versioning 2.0.0).
     """
-    from packaging.version import Version
-
-    major, minor = (*Version(here or own_version()).release, 0)[:2]
+    major, minor = map(int, (here or own_version()).split(".")[:2])
     return f">={major}.{minor},<{major + 1}" if major else f">=0.{minor},<0.{minor + 1}"
 
 

@@ -1,5 +1,4 @@
-"""Where gpuinfer runs from: the one file that `make binary` builds, and the user's own folder of plugins; and what is
-installed beside it.
+"""Where gpuinfer runs from: the one file that `make binary` builds, and the user's own folders of plugins and caches.
 
 The one file unpacks itself into a folder (`one_file/stub.c`) with a lock file beside it: each process that runs from
 the folder holds it shared, whoever removes the folder holds it alone. The folder of plugins comes last on Python's
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import os
 import shlex
 import shutil
@@ -18,8 +16,6 @@ import stat
 import sys
 import time
 from pathlib import Path
-
-from gpuinfer.errors import UsageError
 
 ONE_FILE_VARIABLE = "GPUINFER_ONE_FILE"
 ONE_FILE_MARK = "one-file.json"  # in the folder that is unpacked
@@ -76,10 +72,21 @@ def plugin_folder() -> Path:
     """Where plugins of this Python's version lie; it need not be there. `GPUINFER_PLUGINS` names another."""
     if named := os.environ.get(PLUGIN_FOLDER_VARIABLE):
         return Path(os.path.abspath(Path(named).expanduser()))
-    import platformdirs  # some milliseconds, which the variable saves
-
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return Path(platformdirs.user_data_dir("gpuinfer", appauthor=False), "plugins", version)
+    return _user_folder("XDG_DATA_HOME", ".local/share") / "plugins" / version
+
+
+def user_cache_folder() -> Path:
+    """Where this user's caches of gpuinfer lie; it need not be there."""
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def _user_folder(variable: str, default: str) -> Path:
+    """gpuinfer's own in a base directory, as the XDG Base Directory Specification 0.8 has it: a relative one is
+    ignored. `default`: below the home folder.
+    """
+    named = os.environ.get(variable, "").strip()
+    return (Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~"), default)) / "gpuinfer"
 
 
 def add_plugin_folder() -> str | None:
@@ -116,10 +123,3 @@ def danger_of(folder: Path) -> str | None:
             mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
             return f"others may write to {place} ({mode}). Take that from them: chmod go-w {shlex.quote(str(place))}."
     return None
-
-
-def require_package(package: str, extra: str, what: str) -> None:
-    """Raises `UsageError` where this package is not installed, which an extra of ours brings and `what` needs."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:  # a folder of that name, such as the one that wandb leaves
-        raise UsageError(f"{what} needs the package {package}. Install it: pip install 'gpuinfer[{extra}]'.")

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 Signal = Literal["traces", "metrics", "logs"]
 SIGNALS: tuple[Signal, ...] = get_args(Signal)
 PROTOCOL = "http/protobuf"
-MISSING = "OpenTelemetry is not installed. Run: pip install 'gpuinfer[otel]'"
 SERVICE = "gpuinfer"
 
 
@@ -74,7 +73,7 @@ def variable(name: str) -> str:
 
 def resource(facts: Mapping[str, Any]) -> Any:
     """The SDK's `Resource` of this process, with these attributes; what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
-    say comes first. Raises `ImportError` where the SDK is missing.
+    say comes first. The extra `otel` is installed.
     """
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 

@@ -287,10 +287,10 @@ T = TypeVar("T")
 
 
 def new_network_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop's; where there is none, the ordinary one with precise timers."""
+    """A loop of uvloop's; where the extra `serve` is not installed, the ordinary one with precise timers."""
     try:
         import uvloop
-    except ImportError:  # no such wheel for this machine
+    except ImportError:
         return event_loop.new_loop()
     made: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return made

@@ -6,19 +6,23 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.errors import WorkError
+from gpuinfer.host.extras import missing_extra
 from gpuinfer.host.files import put_whole
 from gpuinfer.report import plotting
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 Note = tuple[str, str]  # a name and a text
 WIDTH, BAR, AROUND = 8.0, 0.42, 1.2  # inches: a plot, one bar, axis and title
@@ -142,10 +146,15 @@ class Page:
         return text
 
     def write(self, folder: Path, name: str, document: Mapping[str, Any], cure: str, kind: str = "png") -> None:
-        """Put NAME.json (the document), NAME.md, NAME.html and each plot, as `kind`, into the folder.
+        """Put NAME.json (the document), NAME.md, NAME.html and each plot, as `kind`, into the folder. Without the extra
+        `plots` there are no plots, and the log says so.
 
         Raises `WorkError`, which ends with the cure, when one of them cannot be written.
         """
+        if self.plots and (problem := missing_extra("plots", f"{folder / next(iter(self.plots))}.{kind}")) is not None:
+            log.warning("%s", problem)
+            replace(self, plots={}).write(folder, name, document, cure, kind)
+            return
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         files = {
             f"{name}.json": text.encode(),

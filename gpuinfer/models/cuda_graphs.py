@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 STREAMS = 32  # that torch has of a device: it hands the same ones out again, in turn
 
@@ -76,7 +75,7 @@ def _end_pool(device: torch.device, pool: Any) -> None:
     """End the capture for torch's allocator too: before 2.12 a failed capture keeps it from ever giving cached memory
     back.
     """
-    if Version(torch.__version__).release >= (2, 12):
+    if torch.__version__ >= "2.12.0a0":
         return
     for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
         if (end := getattr(torch._C, name, None)) is not None:

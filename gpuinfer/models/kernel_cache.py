@@ -22,7 +22,6 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-import platformdirs
 from numba.core.caching import UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
@@ -33,7 +32,7 @@ from numba.extending import register_jitable
 from gpuinfer.errors import UsageError
 from gpuinfer.host import compile_status
 from gpuinfer.host.files import make_ours
-from gpuinfer.host.installation import carried_kernels
+from gpuinfer.host.installation import carried_kernels, user_cache_folder
 
 LOOK_S = 0.05
 LOOKS = 6000
@@ -131,7 +130,7 @@ def cache_folder(parts: Iterable[bytes]) -> Path:
     for part in parts:
         digest.update(part)
     for root in (
-        Path(platformdirs.user_cache_dir("gpuinfer")),
+        user_cache_folder(),
         Path(tempfile.gettempdir()) / f"gpuinfer-{os.getuid()}",
     ):
         folder = root / "kernels" / digest.hexdigest()[:16]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import logging
 import warnings
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from packaging.version import Version
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec
@@ -34,8 +32,7 @@ from gpuinfer.models.row_format import AnswerLayout
 if TYPE_CHECKING:
     import onnx
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the second is torch's exporter's own, from 2.9 on
-GRAPHS = Version(torch.__version__) >= Version("2.9")
+GRAPHS = torch.__version__ >= "2.9.0a0"
 """Whether torch's own default is to export from a graph of `torch.export`. Older ones cannot take batch normalisation,
 GRUs or transformers that way: TorchScript, their default, comes after it there.
 """
@@ -45,16 +42,6 @@ INPUT, BATCH = "features", "batch"
 LARGEST = (2 << 30) - (8 << 20)  # bytes of weights: protobuf ends at 2 GiB
 EXAMPLE_ROWS = 3  # a size that no dimension of a network mostly has
 SIZES = (1, 2, 3, 7, 32, 257)  # batches that are compared
-
-
-def require() -> None:
-    """Raises `UsageError` unless the packages that write and run ONNX are installed."""
-    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if absent:
-        raise UsageError(
-            f"ONNX needs {', '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed. "
-            "Run: pip install 'gpuinfer[onnx]'"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.extras import require_extra
 from gpuinfer.host.files import FULL, put_whole
-from gpuinfer.host.installation import require_package
 from gpuinfer.models.positions import ARRAYS, SCHEMA, PositionsFolder, readable, shards_of, sizes_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def write_parquet(folder: Path, path: Path) -> int:
     are. Raises `UsageError` without pyarrow, for a folder without records or with a damaged shard, `WorkError` where
     `path` cannot be written.
     """
-    require_package("pyarrow", "parquet", "Parquet")
+    require_extra("parquet", "Parquet")
     import pyarrow as pa
     from pyarrow import parquet
 

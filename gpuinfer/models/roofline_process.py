@@ -21,12 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from gpuinfer.api import ModelSpec, Roofline, TextRoofline
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
 from gpuinfer.host import children, error_text, files, machine, process_memory
 from gpuinfer.host.child import Channel, ChannelClosed, Child, how_it_ended
+from gpuinfer.host.installation import user_cache_folder
 from gpuinfer.models import processor
 
 LONGEST_S = 180.0  # timeout for an answer
@@ -207,7 +206,7 @@ def kept_path(spec: ModelSpec, *, dtype: str, compute: str, cores: int, determin
         "told to leave unused": [os.environ.get(name, "") for name in processor.WITHOUT_FLOAT16],
         "versions": [_version("torch"), _version("gpuinfer")],
     }
-    root = Path(platformdirs.user_cache_dir("gpuinfer"))
+    root = user_cache_folder()
     folder = root / "roofline"
     if not (files.make_ours(root) and files.make_ours(folder)):
         return None

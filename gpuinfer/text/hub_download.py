@@ -13,6 +13,7 @@ from typing import Any
 
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host.error_text import short_message
+from gpuinfer.host.extras import require_extra
 from gpuinfer.text.hub_cache import HubModel, cached_model, hub_folder, hub_model_of, needed_files, snapshot_of
 from gpuinfer.units import memory
 
@@ -40,6 +41,7 @@ def download_model(name: str, code: bool = False) -> None:
             f"'{model.name}' is not in {hub_folder()}, and HF_HUB_OFFLINE forbids to fetch it. Unset it (also "
             "TRANSFORMERS_OFFLINE), or bring the cache from another machine."
         )
+    require_extra("hub", "--download")
     import huggingface_hub
 
     hub = hub_address()

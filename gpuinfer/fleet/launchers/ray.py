@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -29,6 +28,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.launchers import base, local
 from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
 from gpuinfer.host import children
+from gpuinfer.host.extras import require_extra
 
 READY = "ready.json"
 CHUNK = 256 << 10  # bytes of log that travel at once
@@ -137,10 +137,7 @@ class RayLauncher(Launcher):
         self._launched: set[RayReplica] = set()
 
     def check(self) -> None:
-        if importlib.util.find_spec("ray") is None:
-            raise UsageError(
-                "Ray is not installed, which --launcher ray needs. Run: pip install 'gpuinfer[ray]', or leave it out."
-            )
+        require_extra("ray", "--launcher ray")
 
     async def launch(self, plan: ReplicaPlan) -> RayReplica:
         if plan.devices is not None:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host.installation import require_package
+from gpuinfer.host.extras import require_extra
 from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 def require_pyarrow(what: str = "Parquet") -> None:
     """Raises `UsageError` where there is no pyarrow."""
-    require_package("pyarrow", "parquet", what)
+    require_extra("parquet", what)
 
 
 def table_schema() -> pyarrow.Schema:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gpuinfer.errors import UsageError, WorkError, nearest
-from gpuinfer.host.installation import require_package
+from gpuinfer.host.extras import require_extra
 from gpuinfer.serving.openai.row_forms import CHAT_COLUMNS, PROMPT_COLUMNS
 from gpuinfer.serving.openai.row_splitter import BOM, MOST_BYTES, Content, Piece, Unusable
 from gpuinfer.serving.openai.schema import SamplingFields
@@ -310,7 +310,7 @@ def _plain(value: Any) -> Any:
 
 
 def _opened_parquet(path: Path, where: str) -> Any:
-    require_package("pyarrow", "parquet", where)
+    require_extra("parquet", where)
     from pyarrow import parquet
 
     try:

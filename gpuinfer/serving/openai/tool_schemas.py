@@ -188,6 +188,10 @@ def _inner_schemas(schema: Mapping[str, Any], at: str) -> list[tuple[Any, str]]:
 
 def check_tool_grammars(tools: Sequence[Tool]) -> None:
     """Raises `BadRequest`, which names the tool, for a schema that cannot be followed. It may take seconds."""
+    from gpuinfer.text.language.grammar import missing_grammars
+
+    if tools and (problem := missing_grammars()) is not None:
+        raise BadRequest(problem, "tools")
     for number, tool in enumerate(tools):
         if fault := _fault_of(json.dumps(tool.parameters, ensure_ascii=False, sort_keys=False)):
             place = f"tools[{number}].function.parameters"

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpuinfer.errors import UsageError
 from gpuinfer.host import otlp
+from gpuinfer.host.extras import missing_extra, require_extra
 from gpuinfer.host.otlp import SIGNALS, Signal
 from gpuinfer.serving.telemetry.otlp_logs import LogExport, LoggedRecord
 from gpuinfer.serving.telemetry.otlp_metrics import MetricsExport
@@ -59,16 +59,15 @@ def open_telemetry(endpoint: str | None, facts: Mapping[str, str], signals: tupl
     urls = otlp.destinations(FLAG, endpoint, signals)
     if not urls:
         return NO_TELEMETRY
-    try:
-        resource = otlp.resource(facts)
-        spans = OtelSpans(urls["traces"], resource) if "traces" in urls else NO_SPANS
-        metrics = MetricsExport(urls["metrics"], resource) if "metrics" in urls else None
-        logs = LogExport(urls["logs"], resource) if "logs" in urls else None
-    except ImportError as error:
-        if endpoint:
-            raise UsageError(f"{FLAG}: {otlp.MISSING}") from error
-        log.warning("OTEL_ variables ask for telemetry, and %s", otlp.MISSING)
+    if endpoint:
+        require_extra("otel", FLAG)
+    elif (problem := missing_extra("otel", "telemetry, as OTEL_ variables ask for it,")) is not None:
+        log.warning("%s", problem)
         return NO_TELEMETRY
+    resource = otlp.resource(facts)
+    spans = OtelSpans(urls["traces"], resource) if "traces" in urls else NO_SPANS
+    metrics = MetricsExport(urls["metrics"], resource) if "metrics" in urls else None
+    logs = LogExport(urls["logs"], resource) if "logs" in urls else None
     if logs is not None:
         logs.attach()
     SDK_LOG.handlers, SDK_LOG.propagate = [_CollectorTrouble()], False

@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
 import torch
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.installation import user_cache_folder
 from gpuinfer.host.machine import cores
 from gpuinfer.text.checkpoint.gguf_file import GgufFile
 from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate_memory, model_weight_bytes
@@ -68,7 +68,7 @@ def cached_digests(path: Path, names: Collection[str], compute: Callable[[], Dig
     """
     began, stamp = time.time(), _stamp(path)
     name = hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
-    place = Path(platformdirs.user_cache_dir("gpuinfer")) / "digests" / f"{name}.json"
+    place = user_cache_folder() / "digests" / f"{name}.json"
     if stamp is None:
         return compute()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

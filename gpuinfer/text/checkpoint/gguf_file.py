@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.extras import require_extra
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -36,7 +37,6 @@ LENGTH_BYTES = 8  # before each text
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 """Types of values by their numbers, as numpy writes them."""
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-INSTALL = "pip install 'gpuinfer[gguf]'"
 
 
 def damaged_gguf(path: Path, why: str) -> UsageError:
@@ -309,8 +309,7 @@ def _stored_bytes(path: Path, name: str, shape: tuple[int, ...], kind: int) -> i
 
 def gguf_library() -> Any:
     """The package `gguf`. Raises `UsageError` where it is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise UsageError(f"a GGUF file is read through the package gguf, which is not installed: {INSTALL}") from None
+    require_extra("gguf", "a GGUF file")
+    import gguf
+
     return gguf

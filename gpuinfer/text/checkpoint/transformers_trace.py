@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.extras import install_command, require_extra
 from gpuinfer.text.checkpoint.config_keys import ENCODERS, read_json
 
 OURS, TRACED = "gpuinfer", "gpuinfer-trace"  # names of attentions that are registered with transformers
@@ -105,17 +106,13 @@ def _of_its_decoder(module: torch.nn.Module, *given: Any, **named: Any) -> tuple
 
 def need_transformers() -> None:
     """Raises `UsageError` where transformers is not installed, or is too old."""
-    try:
-        from transformers import __version__
-    except ImportError:
-        version = None
-    else:
-        version = __version__
-    if version is None or int(version.partition(".")[0]) < OLDEST:
-        found = "is not installed" if version is None else f"is {version}"
+    require_extra("transformers", "a model of this family, which transformers' own code computes,")
+    from transformers import __version__
+
+    if int(__version__.partition(".")[0]) < OLDEST:
         raise UsageError(
             f"a model of this family is computed by transformers' own code, from version {OLDEST} on, and transformers "
-            f"{found}. Install it: pip install 'transformers>={OLDEST}'."
+            f"is {__version__}. Run: {install_command('transformers')}"
         )
 
 

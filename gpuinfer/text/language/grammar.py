@@ -14,17 +14,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, regex_to_lark
-from llguidance._tokenizer import TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
+from gpuinfer.host.extras import missing_extra
 from gpuinfer.text.language.detokenizer import Codec
 from gpuinfer.text.language.grammar_examiner import GrammarExaminer, limits
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from gpuinfer.text.language.list_trie import Tries
     from gpuinfer.text.language.list_walks import ListedMatcher
 
@@ -45,11 +45,17 @@ Key = tuple[str, str]  # the kind of grammar, and its text
 
 
 def constraint_key(constraint: Constraint) -> Key:
-    """The cache key of a constraint. Raises `BadPrompt` for no kind, several kinds, or one over the limits."""
+    """The cache key of a constraint. Raises `BadPrompt` for no kind, several kinds, or one over the limits, and without
+    the extra `schemas`.
+    """
     kinds = [name for name in KINDS if getattr(constraint, name) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or "nothing"
         raise BadPrompt(f"a constraint sets {found}. Give exactly one of {', '.join(KINDS)}.")
+    if kinds == ["listed"]:
+        raise BadPrompt("a list between tags is no grammar. It is matched in another way.")
+    if (problem := missing_grammars()) is not None:
+        raise BadPrompt(problem)
     if kinds == ["json_schema"]:
         return "schema", _within(_schema(constraint.json_schema), LONGEST_SCHEMA, "JSON schema")
     if kinds == ["regex"]:
@@ -65,13 +71,19 @@ def constraint_key(constraint: Constraint) -> Key:
         escaped = [_META.sub(lambda match: "\\" + match[0], text) for text in choices]
         literals = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text) for text in escaped]
         return "choice", "(?:" + "|".join(literals) + ")"
-    if kinds == ["listed"]:
-        raise BadPrompt("a list between tags is no grammar. It is matched in another way.")
     return "grammar", _within(constraint.grammar, LONGEST_GRAMMAR, "grammar")
+
+
+def missing_grammars() -> str | None:
+    """Why answers cannot follow grammars here, with the cure; None where they can."""
+    return missing_extra("schemas", "an answer that follows a schema, regex, choice or grammar")
 
 
 def grammar_of(key: Key) -> str:
     """The grammar in llguidance's syntax. Raises the library's errors for a bad one."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
     kind, text = key
     if kind == "schema":
         return f"start: %json {text}\n{OPTIONS}"
@@ -184,6 +196,8 @@ class GrammarMatchers:
             if self._table is None:
                 self._table = TokenTable(self._codec, self._vocabulary, self._end_tokens)
             table = self._table
+        from llguidance import LLMatcher
+
         what = {"schema": "JSON schema"}.get(key[0], key[0])
         try:
             grammar = grammar_of(key)
@@ -203,6 +217,9 @@ class TokenTable:
     """A vocabulary for llguidance. Making one takes half a second for 150,000 tokens."""
 
     def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        from llguidance import LLTokenizer
+        from llguidance._tokenizer import TokenizerWrapper
+
         if codec.spelling.joins:
             raise BadPrompt("this model's tokens are whole words, and cannot follow a constraint. Leave it out.")
         self.vocabulary, self.words = vocabulary, words_of(vocabulary)

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.extras import require_extra
 from gpuinfer.host.files import FULL, put_whole
-from gpuinfer.host.installation import require_package
 from gpuinfer.host.journal import whole_lines
 from gpuinfer.workloads.generate.answer_lines import BATCH_ANSWER, AnswerTiming, digest_key
 from gpuinfer.workloads.generate.opened_output import OpenedOutput
@@ -105,7 +105,7 @@ def _groups(journal: Path) -> Iterator[list[Row]]:
 
 def unpack_answers(table: Path, journal: Path) -> None:
     """Make a journal of the Parquet file of an earlier run. Raises `UsageError` for a file that none has written."""
-    require_package("pyarrow", "parquet", str(table))
+    require_extra("parquet", str(table))
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.extras import require_extra
 from gpuinfer.host.files import differences, no_folder, put_whole, sync_folder
-from gpuinfer.host.installation import require_package
 from gpuinfer.serving.openai.row_names import KeySet
 from gpuinfer.workloads.generate.answer_folder import open_answer_folder, other_files
 from gpuinfer.workloads.generate.answer_lines import DoneRows, EarlierAnswers, read_key
@@ -67,7 +67,7 @@ def check_output(name: str, input_name: str, resume: bool) -> None:
             f"({path.stem}{TABLE_END}), or each in a file of its own ({path.stem}/). Give one of these."
         )
     if is_table(name):
-        require_package("pyarrow", "parquet", f"--output {name}")
+        require_extra("parquet", f"--output {name}")
     if not path.parent.is_dir():
         raise no_folder("--output", path)
     if input_name != "-" and path.exists() and Path(input_name).exists() and path.samefile(input_name):

@@ -1,0 +1,183 @@
+"""The core stays light: what `pip install gpuinfer` brings is enough for the default; the rest are extras, which say
+their name when they are missed. Several names for one model. The Nemotron families.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from gpuinfer.cli import doctor
+from gpuinfer.host import extras
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WAIT_S = 120
+
+# As in an environment with the hard dependencies alone: modules of extras cannot be found.
+BLOCKER = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names} or name.partition(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+PLAY = ("selfplay", "--game", "connect-four", "--games", "1", "--simulations", "4", "--model", "uniform")
+GENERATE = ("generate", "--model", "tiny", "--prompt", "The sea was", "--max-new-tokens", "2")
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """The variables of a process in which no module of an extra can be imported."""
+    folder = tmp_path_factory.mktemp("light")
+    # packaging stays: the plugins that are installed beside the tests need it
+    names = {module for name, extra in extras.EXTRAS.items() if name != "plugins" for module in extra.modules}
+    (folder / "sitecustomize.py").write_text(BLOCKER.format(names=names))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    return kept | {"PYTHONPATH": f"{folder}:{ROOT}", "GPUINFER_ROOFLINE": "false", "GPUINFER_DISABLED_PLUGINS": ""}
+
+
+def without(monkeypatch, *modules):
+    """As if these could not be found, in this process."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in modules else find(name, *more))
+
+
+def test_it_has_14_hard_dependencies_and_each_extra_is_described():
+    assert len(PROJECT["dependencies"]) <= 14
+    optional = PROJECT["optional-dependencies"]
+    assert set(extras.EXTRAS) == set(optional) - {"all", "models", "dev", "docs"}
+    everything = {extra for text in optional["all"] for extra in Requirement(text).extras}
+    assert everything == set(extras.EXTRAS) - {"vllm"}
+    for name, extra in extras.EXTRAS.items():
+        assert len(extra.modules) <= len(optional[name]), name
+
+
+def test_no_package_of_an_extra_is_a_hard_dependency():
+    hard = {Requirement(text).name for text in PROJECT["dependencies"]}
+    optional = {Requirement(text).name for name in extras.EXTRAS for text in PROJECT["optional-dependencies"][name]}
+    assert not hard & optional
+
+
+@pytest.mark.parametrize("words", [PLAY, GENERATE], ids=["selfplay", "generate"])
+def test_the_default_runs_without_any_extra(light, tmp_path, words):
+    command = [sys.executable, "-m", "gpuinfer", *words, "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, env=light, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+
+
+@contextmanager
+def served(environment, folder, *words):
+    ready = folder / "ready.json"
+    command = [sys.executable, "-m", "gpuinfer", "serve", "--port", "0", "--ready-file", str(ready), *words]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + WAIT_S
+        while not ready.exists():
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < end, (folder / "log").read_text()
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(WAIT_S)
+
+
+def asked(url, body=None):
+    """Status and body of the answer."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_serve_runs_without_any_extra_and_names_the_one_that_a_schema_needs(light, tmp_path):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+    with served(light, tmp_path, "--model", "tiny", "-B", "threads=1") as url:
+        status, answer = asked(f"{url}/v1/completions", body)
+        assert (status, json.loads(answer)["model"]) == (200, "tiny")
+        assert "gpuinfer_requests_total" in asked(f"{url}/metrics")[1]
+        status, answer = asked(f"{url}/v1/completions", {**body, "response_format": schema})
+    assert status == 400
+    assert json.loads(answer)["error"]["message"].endswith("pip install 'gpuinfer[schemas]'")
+
+
+MISSED = {
+    "hub": "generate --model owner/name --download --prompt a",
+    "mlflow": "loop --track mlflow --game connect-four --out new",
+    "onnx": "export --model blobnet-small --features 4 --actions 2 --seats 2 --out net.onnx",
+    "otel": "serve --model tiny --otlp-endpoint http://127.0.0.1:4318",
+    "parquet": "generate --model tiny --input in.jsonl --output out.parquet",
+    "plots": "bench selfplay --report new",
+    "plugins": "plugins install gpuinfer-echo",
+    "ray": "serve --model tiny --launcher ray --replicas 2",
+    "schemas": "generate --model tiny --prompt a --regex x+",
+    "tensorboard": "loop --track tensorboard=runs --game connect-four --out new",
+    "tune": "tune selfplay --apply",
+    "wandb": "loop --track wandb --game connect-four --out new",
+}
+
+
+@pytest.mark.parametrize(("extra", "command"), MISSED.items(), ids=MISSED)
+def test_a_missing_extra_is_named_before_anything_begins(gpuinfer, empty_folder, monkeypatch, extra, command):
+    """One error that ends with the command to type; nothing is left behind."""
+    Path("in.jsonl").write_text('{"prompt": "a"}\n')
+    without(monkeypatch, *extras.EXTRAS[extra].modules)
+    code, out, errors = gpuinfer(*command.split())
+    assert (code, out) == (2, "")
+    assert errors.rstrip().endswith(f"pip install 'gpuinfer[{extra}]'"), errors
+    assert [path.name for path in Path().iterdir()] == ["in.jsonl"]
+
+
+def test_simulate_names_the_extra_of_its_plot(gpuinfer, empty_folder, monkeypatch):
+    without(monkeypatch, "matplotlib")
+    code, _, errors = gpuinfer(*["simulate", "--rate", "100", "--alpha", "50us", "--beta", "2ms", "--plot", "x.png"])
+    assert (code, errors.rstrip().endswith("pip install 'gpuinfer[plots]'")) == (2, True), errors
+
+
+def test_a_by_product_is_left_out_and_the_log_names_its_extra(monkeypatch, caplog, tmp_path):
+    """The picture of a training's loss; the pages of a comparison without their plots."""
+    from gpuinfer.lab.presenter import Page, Plot, Table
+    from gpuinfer.workloads.optimizer import TrainingFolder
+
+    without(monkeypatch, "matplotlib")
+    caplog.set_level(logging.WARNING)
+    folder = TrainingFolder(tmp_path / "training")
+    folder.path.mkdir()
+    folder.add_to_curve([{"step": 1, "loss": 0.5}])
+    folder.draw_curve()
+    page = Page("title", "verdict", None, Table(["a"], [["1"]]), plots={"p": Plot("p", lambda: pytest.fail("drawn"))})
+    page.write(tmp_path, "loop", {"a": 1}, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"training", "loop.json", "loop.md", "loop.html"}
+    assert not (tmp_path / "training" / "loss.svg").exists()
+    assert [one.getMessage().endswith("pip install 'gpuinfer[plots]'") for one in caplog.records] == [True, True]
+
+
+def test_doctor_lists_the_extras_with_their_state(monkeypatch):
+    without(monkeypatch, "matplotlib", "llguidance")
+    found = {one.name: one for one in doctor._extras()}
+    assert list(found) == list(extras.EXTRAS)
+    assert (found["plots"].value, found["schemas"].value, found["tune"].value) == (
+        "not installed", "not installed", "installed"
+    )  # fmt: skip
+    assert not any(one.serious for one in found.values())
