@@ -109,6 +109,7 @@ class ControlServer:
             "healthy_workers": sum(worker["healthy"] for worker in workers),
             "in_flight": sum(worker["in_flight"] for worker in workers),
             "waiting_rows": sum(worker["waiting_rows"] for worker in workers),
+            "queued": self._fleet.queue()["waiting"],
         }
         exchange.respond(200 if ready else 503, encode(told), headers=() if ready else [("Retry-After", "1")])
 

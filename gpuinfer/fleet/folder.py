@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpuinfer.errors import UsageError
@@ -66,9 +67,11 @@ class PrivateFolder:
 
 
 class FleetFolder(PrivateFolder):
-    """Made at once. `shared`: where it must lie for other hosts to see it. `logs`: a folder of the user's for logs."""
+    """Made at once. `shared`: where it must lie for other hosts to see it. `logs`: a folder of the user's for logs.
+    `keys`: lines of a key file; replicas let these in beside the router.
+    """
 
-    def __init__(self, shared: Path | None = None, logs: Path | None = None) -> None:
+    def __init__(self, shared: Path | None = None, logs: Path | None = None, keys: Sequence[str] = ()) -> None:
         try:
             for one in (shared, logs):
                 if one is not None:
@@ -80,7 +83,7 @@ class FleetFolder(PrivateFolder):
             ) from None
         self.logs = logs or self.path
         self.key = secrets.token_urlsafe(32)
-        self.key_file = self.write("replica.key", f"{self.key}\n".encode())
+        self.key_file = self.write("replica.key", "".join(f"{line}\n" for line in (self.key, *keys)).encode())
         self.admin_key = secrets.token_urlsafe(32)  # the supervisor's alone: the router never has it
         self.admin_key_file = self.write("admin.key", f"{self.admin_key}\n".encode())
         self._near: PrivateFolder | None = None

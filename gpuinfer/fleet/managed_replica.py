@@ -18,8 +18,9 @@ from msgspec import structs
 
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
+from gpuinfer.fleet.plan import HealthChecks
 from gpuinfer.fleet.router.protocol import FleetMember
-from gpuinfer.fleet.worker import LATE_LOOKS, LOOK_S, ProbedHealth, Worker
+from gpuinfer.fleet.worker import ProbedHealth, Worker
 from gpuinfer.host import error_text
 
 FIRST_S = 0.5
@@ -51,7 +52,7 @@ log = logging.getLogger(__name__)
 
 KILL_S = 30.0  # for a launcher to end a replica
 CAUSES = {
-    "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
+    "late": "gave no sign of life for {timeout_s:g} s and was killed",
     "stuck": "had work and did none of it, and was killed",
 }
 
@@ -75,9 +76,10 @@ class ManagedReplica(Worker):
         changed: Callable[[], None],
         tell: Callable[[str], None],
         catch_up: Callable[[Worker], Awaitable[None]],
+        checks: HealthChecks,
     ) -> None:
         """`catch_up` loads the fleet's present weights and adapters, before the first request."""
-        super().__init__(plan.index, key, changed, tell)
+        super().__init__(plan.index, key, changed, tell, checks)
         self.plan = plan
         self._catch_up = catch_up
         self._caught_up = 0  # the attempt that has
@@ -154,7 +156,7 @@ class ManagedReplica(Worker):
                     self._tell(f"{plan.name} is up at {self.url}.")
                     self._end_first(None)
         if beat is not None:
-            notice = f"{plan.name} {CAUSES[beat]}."
+            notice = f"{plan.name} {CAUSES[beat].format(timeout_s=self.checks.timeout_s)}."
         else:
             how, words = launched.ending, launched.last_words()
             notice = (
@@ -191,9 +193,9 @@ class ManagedReplica(Worker):
         suspended = 0
         try:
             while not ready.done():
-                await asyncio.wait({ready}, timeout=LOOK_S)
+                await asyncio.wait({ready}, timeout=self.checks.interval_s)
                 suspended = suspended + 1 if launched.suspended else 0
-                if suspended >= LATE_LOOKS:
+                if suspended >= self.checks.late_looks:
                     raise WorkError(f"{plan.name} was suspended while it started, and killed.")
             return launched, ready.result()
         finally:

@@ -17,7 +17,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.folder import FleetFolder
 from gpuinfer.fleet.launchers.base import Launcher, ReplicaPlan
 from gpuinfer.fleet.managed_replica import ManagedReplica
-from gpuinfer.fleet.plan import MOST_REPLICAS, FleetPlan
+from gpuinfer.fleet.plan import MOST_REPLICAS, FleetPlan, HealthChecks
 from gpuinfer.fleet.router.protocol import Roster
 from gpuinfer.fleet.weight_updates import WeightUpdates
 from gpuinfer.fleet.worker import ProbedHealth, Worker
@@ -29,9 +29,15 @@ class ExternalWorker(Worker):
     ours = False
 
     def __init__(
-        self, id: int, url: str, key: str | None, changed: Callable[[], None], tell: Callable[[str], None]
+        self,
+        id: int,
+        url: str,
+        key: str | None,
+        changed: Callable[[], None],
+        tell: Callable[[str], None],
+        checks: HealthChecks,
     ) -> None:
-        super().__init__(id, key, changed, tell)
+        super().__init__(id, key, changed, tell, checks)
         self.host, self.port = address_of(url)
         self.attempts = 1
 
@@ -120,13 +126,16 @@ class Membership:
             raise NoRoom(
                 f"{len(self.own)} replicas run, and no more may. Remove one, or raise --max-replicas (--gpus)."
             )
-        folder, devices = self._folder, self._plan.devices
+        folder, devices, port = self._folder, self._plan.devices, self._free_port()
         taken = [one.plan.devices for one in self.all.values() if isinstance(one, ManagedReplica)]
-        keys = ("--api-key-file", str(folder.key_file), "--admin-key-file", str(folder.admin_key_file))
+        keys: tuple[str, ...] = ("--admin-key-file", str(folder.admin_key_file))
+        if not self._plan.open_workers:
+            keys = ("--api-key-file", str(folder.key_file), *keys)
         files = ("--setup-file", str(self._setup_file), *keys)
-        place = ("--host", self._launcher.bind, "--port", "0", "--behind-router")
+        place = ("--host", self._launcher.bind, "--port", str(port), "--behind-router")
         plan = ReplicaPlan(
             index=next(self._ids),
+            port=port,
             setup_file=self._setup_file,
             key_file=folder.key_file,
             admin_key_file=folder.admin_key_file,
@@ -138,9 +147,17 @@ class Membership:
             logs=folder.logs,
         )
         start_s, how = self._plan.start_s or self._launcher.start_s, (self.changed, self._tell, self.changes.catch_up)
-        replica = ManagedReplica(plan, folder.key, self._launcher, self._starting, start_s, *how)
+        replica = ManagedReplica(plan, folder.key, self._launcher, self._starting, start_s, *how, self._plan.health)
         self._join(replica)
         return replica
+
+    def _free_port(self) -> int:
+        """The first of the plan's ports that no replica of ours has; 0, any free one, where the plan names none."""
+        first = self._plan.worker_port
+        if first is None:
+            return 0
+        taken = {one.plan.port for one in self.all.values() if isinstance(one, ManagedReplica)}
+        return next(port for port in itertools.count(first) if port not in taken)
 
     def visit(self, url: str, key: str | None = None) -> ExternalWorker:
         """A server that somebody else has started. Raises `UsageError` for a URL that is refused or already here."""
@@ -152,7 +169,7 @@ class Membership:
                 raise UsageError(f"{url} is worker {one.id} already. Remove that first, or add another.")
         if len(self.all) >= MOST_REPLICAS:
             raise NoRoom(f"{MOST_REPLICAS:,} workers are as many as there may be. Remove one.")
-        visitor = ExternalWorker(next(self._ids), url, key, self.changed, self._tell)
+        visitor = ExternalWorker(next(self._ids), url, key, self.changed, self._tell, self._plan.health)
         self._join(visitor)
         return visitor
 

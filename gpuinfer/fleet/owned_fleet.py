@@ -57,7 +57,7 @@ class OwnedFleet:
     async def start(self) -> str:
         """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
         from gpuinfer.fleet.launchers import base
-        from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of
+        from gpuinfer.fleet.plan import FleetPlan, devices_for, gpus_here, gpus_of
         from gpuinfer.fleet.supervisor import Fleet
 
         wanted = self._wanted
@@ -68,14 +68,16 @@ class OwnedFleet:
         self._folder = PrivateFolder(tempfile.gettempdir())
         setup = replace(self._described.setup, processes=wanted.replicas if launcher.here else 1)
         devices = gpus_here() if launcher.here and machine.wants_cuda(setup.devices) else ()
-        if wanted.gpus:
-            devices = gpus_of(wanted.gpus)
+        gpus = gpus_of(wanted.gpus) if wanted.gpus else None
+        if gpus is not None:
+            devices = devices_for(gpus, launcher, wanted.replicas)
             setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
         plan = FleetPlan(
             setup=msgspec.json.encode(msgspec.structs.replace(self._described, setup=setup)),
             replicas=wanted.replicas,
             devices=devices,
-            devices_named=wanted.gpus is not None,
+            devices_named=gpus is not None and bool(devices),
+            understood="" if gpus is None else gpus.understood,
             routing=wanted.routing,
             router_processes=wanted.router_processes,
             api_keys=(self.key,),

@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.http.access import Access
+
+if TYPE_CHECKING:
+    from gpuinfer.fleet.launchers.base import Launcher
 
 LOOK_S = 1.0  # between two looks
 UP_LOOKS = 3  # in a row over target, before more are started
@@ -96,6 +100,25 @@ class Scaler:
         self._over, self._roomy_since = 0, None
 
 
+@dataclass(frozen=True, slots=True)
+class HealthChecks:
+    """How members are probed, in seconds: how often, and how long without an answer makes one dead."""
+
+    interval_s: float = 0.5
+    timeout_s: float = 3.0
+
+    @property
+    def late_looks(self) -> int:
+        """Checks in a row without an answer that end a replica."""
+        return max(1, math.ceil(self.timeout_s / self.interval_s))
+
+    @property
+    def doubtful_looks(self) -> int:
+        """Checks in a row without an answer that make its health doubtful."""
+        return max(1, self.late_looks // 2)
+
+
+MOST_PORT = 65_535
 MOST_REPLICAS = 512  # as many as the router has counters for
 NODES = re.compile(r"nvidia\d+")
 
@@ -112,9 +135,17 @@ class FleetPlan:
     scaling: Scaling | None = None  # None: `replicas`, whatever the load
     devices: Sequence[str] = ()
     devices_named: bool = False  # by a person: one replica each
+    understood: str = ""  # how `--gpus` was read, for people
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
     router_processes: int = 1
+    worker_port: int | None = None  # of replicas on one host, counted up from it; None: any free ones
+    open_workers: bool = False  # whether whoever reaches a replica may send it requests, past the router
+    worker_keys: tuple[str, ...] = ()  # lines of a key file; who has one may do so too
+    health: HealthChecks = HealthChecks()
+    queue: Literal["replica", "global"] = "replica"
+    max_inputs: int | None = None  # requests under way at one replica; None: no bound, or what each has room for
+    queue_limit: int = 4096  # requests that wait in the router
     routing: str = "least-loaded"
     routing_options: Mapping[str, Any] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()  # lines of a key file; none: everybody may ask
@@ -140,9 +171,16 @@ class FleetPlan:
             return self.scaling.most
         return len(self.devices) if self.devices_named else MOST_REPLICAS
 
-    def check(self) -> None:
-        """Raises `UsageError` for numbers that do not go together."""
+    def check(self, launcher: Launcher | None = None) -> None:
+        """Raises `UsageError` for numbers that do not go together, and for what cannot be with this launcher."""
         limits = self.limits
+        self._check_workers(launcher)
+        if self.queue == "global" and self.router_processes > 1:
+            raise UsageError(
+                f"--queue global keeps one order, which one process must hold, and --router-processes "
+                f"{self.router_processes} are several. Leave one of them out: one relays tens of thousands of requests "
+                "a second."
+            )
         if not 1 <= limits.least <= limits.most <= MOST_REPLICAS:
             raise UsageError(
                 f"a fleet of {limits.least} to {limits.most} replicas cannot be. "
@@ -155,8 +193,33 @@ class FleetPlan:
             )
         if self.devices_named and limits.most > len(self.devices):
             raise UsageError(
-                f"--gpus names {len(self.devices)} devices for {limits.most} replicas, and each takes one. "
-                "Name more; one that is named twice is shared by two."
+                f"{self.understood or f'{len(self.devices)} devices are named'}: {limits.most} replicas are more, and "
+                "each takes one. Give more devices; one that is named twice is shared by two."
+            )
+
+    def _check_workers(self, launcher: Launcher | None) -> None:
+        health, first = self.health, self.worker_port
+        if health.timeout_s < health.interval_s:
+            raise UsageError(
+                f"--health-timeout {health.timeout_s:g} is over before the next probe, --health-interval "
+                f"{health.interval_s:g}. Give a timeout of a few intervals."
+            )
+        if self.open_workers and launcher is not None and not is_loopback(launcher.bind):
+            raise UsageError(
+                f"--worker-api-keys none lets everybody in, and with --launcher {launcher.name} others reach the "
+                "replicas. Name a file of keys, or leave it out: then only the router may send them requests."
+            )
+        if first is None:
+            return
+        if first + self.limits.most - 1 > MOST_PORT:
+            raise UsageError(
+                f"--worker-base-port {first} leaves too few ports for {self.limits.most} replicas: {MOST_PORT:,} is "
+                "the last. Give a lower one."
+            )
+        if self.port and 0 <= self.port - first < self.limits.most:
+            raise UsageError(
+                f"--port {self.port} is the router's, and --worker-base-port {first} gives it to replica "
+                f"{self.port - first}. Give another base, such as {self.port + 1}."
             )
 
     def threads(self) -> int:
@@ -164,12 +227,78 @@ class FleetPlan:
         return max(1, machine.cores() // max(1, self.limits.most))
 
 
-def gpus_of(text: str) -> tuple[str, ...]:
-    """`0,2,4,6`, or names such as GPU-8f…; each replica sees one. Raises `UsageError`."""
-    found = tuple(part.strip() for part in text.split(","))
+@dataclass(frozen=True, slots=True)
+class GpuSelection:
+    """What `--gpus` asks for: `count` devices, any of them, or those that are named, with one replica each."""
+
+    text: str
+    count: int
+    names: tuple[str, ...] = ()  # none: any
+
+    @property
+    def understood(self) -> str:
+        """How the flag was read, for people."""
+        if self.names:
+            which = "device" if self.count == 1 else "devices"
+            return f"--gpus {self.text} names {which} {', '.join(self.names)}"
+        devices = "1 device" if self.count == 1 else f"{self.count} devices"
+        return f"--gpus {self.text} is a count: {devices} (device {self.text} alone is --gpus {self.text},)"
+
+    def here(self) -> tuple[str, ...]:
+        """The devices of this machine. Raises `UsageError` where there are fewer than the count."""
+        if self.names:
+            return self.names
+        found = gpus_here()
+        if found and self.count > len(found):
+            there_are = "1 device is" if len(found) == 1 else f"{len(found)} devices are"
+            raise UsageError(
+                f"--gpus {self.text} is a count, and {there_are} here. Give --gpus {len(found)}, or name some: "
+                f"--gpus {','.join(found)}{',' if len(found) == 1 else ''}. One that is named twice is shared by two."
+            )
+        return found[: self.count] or tuple(str(place) for place in range(self.count))
+
+
+def gpus_of(text: str) -> GpuSelection:
+    """`4`: so many devices; `0,2`, `4,` or names such as GPU-8f…: these, and each replica sees one. Raises
+    `UsageError`.
+    """
+    listed = text.strip()
+    if listed.isdecimal():
+        if not 1 <= int(listed) <= MOST_REPLICAS:
+            raise UsageError(
+                f"--gpus {listed} is a count of devices, and 1 to {MOST_REPLICAS} can be used. To name device {listed} "
+                f"alone, write --gpus {listed},"
+            )
+        return GpuSelection(listed, int(listed))
+    found = tuple(part.strip() for part in listed.removesuffix(",").split(","))
     if not all(re.fullmatch(r"\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,80}", one) for one in found):
-        raise UsageError(f"--gpus {text}: not a list of devices. Write their numbers, such as 0,2,4,6.")
-    return found
+        raise UsageError(
+            f"--gpus {text}: neither a count nor a list of devices. Write how many, such as 4, or their numbers, such "
+            "as 0,2,4,6."
+        )
+    return GpuSelection(listed, len(found), found)
+
+
+def devices_for(wanted: GpuSelection, launcher: Launcher, replicas: int) -> tuple[str, ...]:
+    """The devices of this machine that `--gpus` asks for; none where the launcher finds them, one for each of so many
+    replicas. Raises `UsageError`.
+    """
+    if launcher.here:
+        return wanted.here()
+    if wanted.names:
+        raise UsageError(
+            f"{wanted.understood} of this machine, and --launcher {launcher.name} chooses devices elsewhere. Give a "
+            f"count: --gpus {wanted.count}."
+        )
+    if replicas > wanted.count:
+        raise UsageError(f"{wanted.understood}, for {replicas} replicas, and each takes one. Give --gpus {replicas}.")
+    launcher.reserve_one_gpu(f"--gpus {wanted.text}")
+    return ()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens at this address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def gpus_here() -> tuple[str, ...]:
@@ -180,9 +309,12 @@ def gpus_here() -> tuple[str, ...]:
     return tuple(str(place) for place in range(_nodes())) if machine.has_cuda() else ()
 
 
-def refuse_absent_gpus(devices: Sequence[str]) -> None:
-    """Raise `UsageError` for devices that people named and this machine does not have, as far as their numbers tell."""
-    named = f"--gpus {','.join(devices)}"
+def refuse_absent_gpus(devices: Sequence[str], understood: str = "") -> None:
+    """Raise `UsageError` for devices that people named and this machine does not have, as far as their numbers tell.
+
+    `understood`: how `--gpus` was read.
+    """
+    named = understood or f"--gpus {','.join(devices)}"
     if not machine.has_cuda():
         raise UsageError(
             f"{named}: no NVIDIA driver is at work on this machine. Leave --gpus out: --replicas N serves on the CPU."
@@ -193,6 +325,22 @@ def refuse_absent_gpus(devices: Sequence[str]) -> None:
         raise UsageError(
             f"{named}: there is no device {absent[0]} on this machine. Name some of those here: {there_are}."
         )
+
+
+def refuse_taken_ports(plan: FleetPlan) -> None:
+    """Raise `UsageError` for a port of a replica (`worker_port`) at which another program of this machine listens."""
+    if plan.worker_port is None:
+        return
+    for number, port in enumerate(range(plan.worker_port, plan.worker_port + plan.replicas)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what has ended still lingers there
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise UsageError(
+                    f"--worker-base-port {plan.worker_port} gives replica {number} port {port}, which cannot be had: "
+                    f"{error.strerror}. End what listens there, or give another base."
+                ) from None
 
 
 def _nodes() -> int:

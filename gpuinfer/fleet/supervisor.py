@@ -22,7 +22,7 @@ from gpuinfer.fleet.fleet_counters import EVERY_S, FRESH_S, ReplicaCounters
 from gpuinfer.fleet.folder import FleetFolder
 from gpuinfer.fleet.launchers.base import Launcher
 from gpuinfer.fleet.membership import Membership, NoRoom
-from gpuinfer.fleet.plan import LOOK_S, FleetPlan, Scaler, ScalingDecision, refuse_absent_gpus
+from gpuinfer.fleet.plan import LOOK_S, FleetPlan, Scaler, ScalingDecision, refuse_absent_gpus, refuse_taken_ports
 from gpuinfer.fleet.router.processes import MemberCounters, Routers
 from gpuinfer.fleet.router.protocol import RouterConfig
 from gpuinfer.fleet.router.request_trace import TraceSampling
@@ -75,9 +75,11 @@ class Fleet:
         tell: Callable[[str], None] = log.info,
         telemetry: Telemetry = NO_TELEMETRY,
     ) -> None:
-        plan.check()
+        plan.check(launcher)
         if plan.devices_named and launcher.here:
-            refuse_absent_gpus(plan.devices)
+            refuse_absent_gpus(plan.devices, plan.understood)
+        if launcher.here:
+            refuse_taken_ports(plan)
         self.plan, self.launcher = plan, launcher
         self.url, self.port = "", 0
         self.decisions: deque[ScalingDecision] = deque(maxlen=KEPT_DECISIONS)
@@ -87,7 +89,7 @@ class Fleet:
         self._counting = ReplicaCounters()
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._folder = FleetFolder(launcher.shared, plan.logs)
+        self._folder = FleetFolder(launcher.shared, plan.logs, plan.worker_keys)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
         self._control = ControlServer(self, plan.access, key, socket)
         fitting = fitting_connections(plan.connections, machine.descriptors(), 2)  # each has one to a replica too
@@ -105,6 +107,9 @@ class Fleet:
             origins=tuple(sorted(plan.access.origins)),
             tls=plan.tls,
             log=plan.log,
+            queue=plan.queue,
+            max_inputs=plan.max_inputs,
+            queue_limit=plan.queue_limit,
             timeout_s=plan.request_timeout_s,
             body_bytes=plan.body_bytes,
             connections=connections,
@@ -129,7 +134,11 @@ class Fleet:
         self.port = await self._routers.start()
         self.url = f"{'http' if self.plan.tls is None else 'https'}://{bracketed(self.plan.host)}:{self.port}"
         count = self.plan.replicas
-        self._tell(f"Starting {count} replica{'s' if count > 1 else ''}; the logs are in {self.logs}.")
+        understood = f"{self.plan.understood}. " if self.plan.understood else ""
+        devices = f", on {', '.join(self.plan.devices[:count])}" if self.plan.devices_named else ""
+        self._tell(
+            f"{understood}Starting {count} replica{'s' if count > 1 else ''}{devices}; the logs are in {self.logs}."
+        )
         replicas = [self._members.start() for _ in range(self.plan.replicas)]
         for replica in replicas:
             replica.founding = True
@@ -184,6 +193,7 @@ class Fleet:
             "url": self.url,
             "policy": self.plan.routing,
             "replicas": f"{limits.least}" if limits.fixed else f"{limits.least} to {limits.most}",
+            **({"queued": self._routers.totals().queued} if self.plan.queue == "global" else {}),
         }
 
     def workers(self) -> list[dict[str, Any]]:
@@ -197,6 +207,20 @@ class Fleet:
     def totals(self) -> dict[str, int]:
         """The router's counters."""
         return asdict(self._routers.totals())
+
+    def queue(self) -> dict[str, Any]:
+        """The requests that wait in the router: how many, of how many at most, and what has become of others."""
+        totals = self._routers.totals()
+        return {
+            "kind": self.plan.queue,
+            "limit": self.plan.queue_limit,
+            "max_inputs": self.plan.max_inputs,
+            "waiting": totals.queued,
+            "taken": totals.queue_taken,
+            "refused": totals.queue_full,
+            "expired": totals.queue_expired,
+            "mean_wait_s": totals.queue_wait_us / 1e6 / totals.queue_taken if totals.queue_taken else None,
+        }
 
     async def snapshot(self, fresh_s: float = FRESH_S) -> Snapshot:
         """The counters of our own replicas, also of those that are gone; no older than `fresh_s`."""
@@ -223,6 +247,7 @@ class Fleet:
             "total_requests": totals["requests"],
             "workers": workers,
             "router": {"policy": self.plan.routing, "processes": self.plan.router_processes, **totals},
+            "queue": self.queue(),
             "scaling": {
                 **asdict(limits),
                 "replicas": len(self._members.own),
@@ -304,7 +329,7 @@ class Fleet:
         while not self.plan.limits.fixed:
             await asyncio.sleep(LOOK_S)
             own = self._members.own
-            load = float(sum(self._counted(one.id).in_flight for one in own))
+            load = float(sum(self._counted(one.id).in_flight for one in own) + self._routers.totals().queued)
             if (decision := self._scaler.look(time.monotonic(), load, len(own))) is not None:
                 self.decisions.append(decision)
                 self._tell(f"{decision.before} → {decision.after} replicas: {decision.reason}.")

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import msgspec
 
 from gpuinfer.errors import GpuinferError
+from gpuinfer.fleet.plan import HealthChecks
 from gpuinfer.fleet.router.protocol import FleetMember, State
 from gpuinfer.host import event_loop
 from gpuinfer.http.client import HttpClient
 
-LOOK_S = 0.5  # between two checks
-LATE_LOOKS = 6  # checks in a row without an answer: 3 s
 STUCK_LOOKS = 2  # answers in a row that say "stuck", each after 3 s without progress; one alone may be the effect of a
 # machine that was suspended as a whole
+
 
 HeartbeatState = Literal["well", "late", "stuck"]
 
@@ -30,10 +30,10 @@ HeartbeatState = Literal["well", "late", "stuck"]
 class ProbeHeartbeat:
     """The heartbeat of one replica since it came up."""
 
-    __slots__ = ("_answered", "_stuck", "missed")
+    __slots__ = ("_answered", "_late_looks", "_stuck", "missed")
 
-    def __init__(self) -> None:
-        self._answered = True
+    def __init__(self, late_looks: int = HealthChecks().late_looks) -> None:
+        self._answered, self._late_looks = True, late_looks
         self.missed = self._stuck = 0  # checks in a row without an answer; answers in a row that say stuck
 
     def answer(self, *, stuck: bool) -> None:
@@ -42,15 +42,15 @@ class ProbeHeartbeat:
         self._stuck = self._stuck + 1 if stuck else 0
 
     def look(self) -> HeartbeatState:
-        """Check once, `LOOK_S` after the last time."""
+        """Check once, an interval after the last time."""
         self.missed = 0 if self._answered else self.missed + 1
         self._answered = False
         if self._stuck >= STUCK_LOOKS:
             return "stuck"
-        return "late" if self.missed >= LATE_LOOKS else "well"
+        return "late" if self.missed >= self._late_looks else "well"
 
 
-ANSWER_S = 10.0  # timeout of a probe, far beyond the heartbeat's
+ANSWER_S = 10.0  # timeout of a probe, far beyond the heartbeat's; where that is longer, twice it
 MOST_BYTES = 64 << 10
 
 
@@ -65,6 +65,7 @@ class ProbedHealth(msgspec.Struct, frozen=True):
     heartbeat_age_s: float = 0.0
     in_flight: int = 0
     waiting_rows: int = 0
+    room: int | None = None  # rows that it computes at once
     model: str = ""
     kind: str = ""
 
@@ -79,7 +80,7 @@ def bracketed(host: str) -> str:
 
 
 NOWHERE = "127.0.0.1"  # port 0
-DOUBTFUL_LOOKS = 3  # in a row without an answer
+GONE_S = 0.1  # after which it is noticed at the latest that a process has ended
 
 
 class Worker(ABC):
@@ -87,8 +88,15 @@ class Worker(ABC):
 
     ours: bool
 
-    def __init__(self, id: int, key: str | None, changed: Callable[[], None], tell: Callable[[str], None]) -> None:
-        self.id, self.key = id, key
+    def __init__(
+        self,
+        id: int,
+        key: str | None,
+        changed: Callable[[], None],
+        tell: Callable[[str], None],
+        checks: HealthChecks,
+    ) -> None:
+        self.id, self.key, self.checks = id, key, checks
         self.host, self.port = "", 0
         self.state: State = "starting"
         self.since = 0.0  # `time.time()` when it came up
@@ -97,7 +105,7 @@ class Worker(ABC):
         self.failure = ""  # why it last went down
         self.leaving = False  # it drains, and is not started again
         self._changed, self._tell = changed, tell
-        self._heartbeat = ProbeHeartbeat()
+        self._heartbeat = ProbeHeartbeat(checks.late_looks)
         self._nudged = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -129,7 +137,7 @@ class Worker(ABC):
     @property
     def healthy(self) -> bool:
         """Whether the member takes requests and has answered the last probes."""
-        return self.state == "up" and self._heartbeat.missed < DOUBTFUL_LOOKS
+        return self.state == "up" and self._heartbeat.missed < self.checks.doubtful_looks
 
     @property
     def condition(self) -> str:
@@ -141,7 +149,8 @@ class Worker(ABC):
     def member(self) -> FleetMember:
         """The entry in the roster. While a member has no address yet, requests may wait for it."""
         host = self.host or NOWHERE
-        return FleetMember(self.id, host, self.port, self.state, ours=self.ours, since=self.since, key=self.key)
+        room = self.health.room if self.health else None
+        return FleetMember(self.id, host, self.port, self.state, self.ours, since=self.since, key=self.key, room=room)
 
     def told(self) -> dict[str, Any]:
         """The entry in `/workers`, without the router's counters."""
@@ -170,10 +179,11 @@ class Worker(ABC):
 
     @contextlib.asynccontextmanager
     async def _probed(self, host: str, port: int) -> Any:
-        """Probe the member meanwhile: twice a second, and when `nudge` is called."""
+        """Probe the member meanwhile: at each interval, and when `nudge` is called."""
         self.host, self.port = host, port
-        self._heartbeat, self.health = ProbeHeartbeat(), None
-        client = HttpClient(f"http://{bracketed(host)}:{port}", connections=1, timeout_s=ANSWER_S)
+        self._heartbeat, self.health = ProbeHeartbeat(self.checks.late_looks), None
+        answer_s = max(ANSWER_S, 2 * self.checks.timeout_s)
+        client = HttpClient(f"http://{bracketed(host)}:{port}", connections=1, timeout_s=answer_s)
         probing = asyncio.create_task(self._probe(client))
         try:
             yield
@@ -193,11 +203,13 @@ class Worker(ABC):
                     health = ProbedHealth(ready=response.status == 200)
                 elif response.status != 200:
                     health = msgspec.structs.replace(health, ready=False)
-                self.health = health
+                before, self.health = self.health, health
                 self._heartbeat.answer(stuck=health.stuck)
                 self._answered(health)
+                if before is not None and before.room != health.room:
+                    self._changed()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(self.checks.interval_s):
                     await self._nudged.wait()
             self._nudged.clear()
 
@@ -210,11 +222,12 @@ class Worker(ABC):
 
     async def _look(self, gone: Callable[[], bool] = lambda: False) -> HeartbeatState | None:
         """The next check of the heartbeat; None: `gone` says that the member is gone."""
-        until = time.monotonic() + LOOK_S
+        interval_s = self.checks.interval_s
+        until = time.monotonic() + interval_s
         while (left := until - time.monotonic()) > 0:
             if gone():
                 return None
-            await asyncio.sleep(min(left, LOOK_S / 5))
+            await asyncio.sleep(min(left, interval_s / 5, GONE_S))
         return None if gone() else self._heartbeat.look()
 
     async def _stop(self) -> None:

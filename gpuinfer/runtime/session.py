@@ -85,6 +85,12 @@ class Pulse:
         return sum(one._engine.waiting_rows for one in self._sessions if one._started)
 
     @property
+    def room(self) -> int:
+        """The rows that are computed at once: slots, or as many batches as there may be, each as large as it may be."""
+        limits = [one._backend.limits for one in self._sessions if one._started]
+        return sum(one.slots if one.slots is not None else one.max_rows * one.in_flight for one in limits)
+
+    @property
     def moved(self) -> int:
         """A number that changes whenever a batch is cut or computed, or a request answered or given up."""
         return sum(one._engine.moved for one in self._sessions if one._started)

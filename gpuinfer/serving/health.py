@@ -83,6 +83,7 @@ class ReplicaHealth:
             "heartbeat_age_s": round(self.heartbeat_age_s, 3),
             "in_flight": self.in_flight,
             "waiting_rows": self.pulse.waiting_rows,
+            "room": self.pulse.room,
             "model": self.model,
             "kind": self.kind,
         }

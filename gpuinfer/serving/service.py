@@ -289,7 +289,7 @@ class ServedModels:
             **{name: all(one[name] for one in each) for name in ("alive", "ready")},
             **{name: any(one[name] for one in each) for name in ("busy", "stuck")},
             "heartbeat_age_s": max(one["heartbeat_age_s"] for one in each),
-            **{name: sum(one[name] for one in each) for name in ("in_flight", "waiting_rows")},
+            **{name: sum(one[name] for one in each) for name in ("in_flight", "waiting_rows", "room")},
             "model": ", ".join(self.names),
             "kind": kinds.pop() if len(kinds) == 1 else SEVERAL,
             "models": [{name: value for name, value in one.items() if name != "server"} for one in each],

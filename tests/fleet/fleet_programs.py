@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from gpuinfer.cli import serve
+from gpuinfer.cli import serve_fleet
 from gpuinfer.fleet.launchers.local import LocalLauncher
-from gpuinfer.fleet.plan import FleetPlan, Scaling
+from gpuinfer.fleet.plan import FleetPlan, HealthChecks, Scaling
 from gpuinfer.fleet.supervisor import Fleet
 from gpuinfer.host import signals
 from gpuinfer.host.files import write_whole
@@ -164,6 +164,8 @@ async def all_gone(processes: list[psutil.Process]) -> None:
 def main(folder: Path, given: dict[str, Any]) -> int:
     if scaling := given.pop("scaling", None):
         given["scaling"] = Scaling(**scaling)
+    if health := given.pop("health", None):
+        given["health"] = HealthChecks(**health)
     made = plan(access=Access(admin=Keys([ADMIN_KEY])), **given)
 
     def say(fleet: Fleet) -> None:
@@ -171,7 +173,7 @@ def main(folder: Path, given: dict[str, Any]) -> int:
         write_whole(folder / "ready.json", json.dumps(told).encode())
 
     signals.own()
-    return serve.run(made, launcher(), say, lambda news: print(news, flush=True), open_telemetry(None, {}))
+    return serve_fleet.run(made, launcher(), say, lambda news: print(news, flush=True), open_telemetry(None, {}))
 
 
 if __name__ == "__main__":

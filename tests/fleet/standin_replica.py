@@ -5,6 +5,7 @@ said by the setup file, a JSON object:
 
     answer_s     how long an answer, or each event of a stream, takes
     limit        requests at once; more are refused with 429
+    room         rows that it computes at once, as /health says
     dies         says these words and ends before it serves
     starts_s     how long it takes to come up
     mute         never writes its ready file
@@ -48,6 +49,7 @@ class Replica:
     def __init__(self, setup: dict[str, object]) -> None:
         self.answer_s = float(setup.get("answer_s", 0.0))
         self.limit = int(setup.get("limit", 1 << 30))
+        self.room = setup.get("room")
         self.stuck_by_work = bool(setup.get("stuck"))
         self.requests = self.in_flight = 0
         self.draining, self.idle = asyncio.Event(), asyncio.Event()
@@ -59,7 +61,7 @@ class Replica:
         status = "stuck" if stuck else "ready" if ready else "draining"
         told = {"server": "gpuinfer", "status": status, "alive": True, "ready": ready, "busy": self.in_flight > 0}
         told |= {"stuck": stuck, "heartbeat_age_s": 0.0, "in_flight": self.in_flight, "waiting_rows": 0}
-        told |= {"model": "standin", "kind": "text"}
+        told |= {"room": self.room, "model": "standin", "kind": "text"}
         exchange.respond(200 if ready else 503, json.dumps(told).encode())
 
     async def stats(self, exchange: Exchange) -> None:
@@ -112,7 +114,7 @@ async def serve(given: argparse.Namespace, setup: dict[str, object]) -> None:
         Route("GET", "/stats", replica.stats, "api", ""),
         Route("POST", "/v1/completions", replica.complete, "api", ""),
     ]
-    paths = RouteTable(routes, Access(api=Keys.read(given.api_key_file)))
+    paths = RouteTable(routes, Access(api=given.api_key_file and Keys.read(given.api_key_file)))
     await asyncio.sleep(float(setup.get("starts_s", 0.0)))
     server = HttpServer(paths, quick=paths.quick)
     port = await server.listen(given.host, given.port)
@@ -132,7 +134,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     for name in ("--behind-router", "--leave-with-parent"):
         parser.add_argument(name, action="store_true", required=True)
-    for name in ("--setup-file", "--api-key-file", "--admin-key-file", "--ready-file"):
+    parser.add_argument("--api-key-file", type=Path)
+    for name in ("--setup-file", "--admin-key-file", "--ready-file"):
         parser.add_argument(name, type=Path, required=True)
     given = parser.parse_args()
     children.end_with_parent()

@@ -21,9 +21,9 @@ from gpuinfer.errors import UsageError
 from gpuinfer.fleet.folder import FleetFolder
 from gpuinfer.fleet.managed_replica import MOST_S, MOST_UP_S, WELL_S, Backoff, ManagedReplica
 from gpuinfer.fleet.membership import Membership, NoRoom
-from gpuinfer.fleet.plan import LOOK_S, UP_LOOKS, Scaler, Scaling
+from gpuinfer.fleet.plan import LOOK_S, UP_LOOKS, HealthChecks, Scaler, Scaling
 from gpuinfer.fleet.router.protocol import Roster
-from gpuinfer.fleet.worker import LATE_LOOKS, ProbeHeartbeat
+from gpuinfer.fleet.worker import ProbeHeartbeat
 from gpuinfer.http.client import HttpClient
 
 
@@ -207,7 +207,11 @@ async def test_a_url_that_is_more_than_a_host_and_a_port_and_a_key_that_would_le
 @pytest.mark.parametrize(
     ("steps", "states"),
     [
-        pytest.param("." + "." * LATE_LOOKS, ["well"] * LATE_LOOKS + ["late"], id="late after 3 s without an answer"),
+        pytest.param(
+            "." + "." * HealthChecks().late_looks,
+            ["well"] * HealthChecks().late_looks + ["late"],
+            id="late after 3 s without an answer",
+        ),
         pytest.param("...a" * 5 + ".", ["well"] * 16, id="an answer between two checks is enough"),
         pytest.param("s.s.", ["well", "stuck"], id="stuck is believed when it is said twice"),
         pytest.param("sasasa.", ["well"], id="one that was stuck and goes on is well"),

@@ -203,10 +203,10 @@ async def test_a_request_waits_for_a_replica_that_starts_and_is_refused_where_no
     upstream = Upstream()
     async with upstream.running(), routing() as router:
         waiting = asyncio.create_task(router.post())  # before the first replica is named
-        await until(lambda: router.relay._waiting)
+        await until(lambda: router.relay._queue)
         router.roster(member(upstream, 0, state="starting"))
         await asyncio.sleep(0)
-        assert router.relay._waiting
+        assert router.relay._queue
         router.roster(member(upstream, 0))
         assert (await waiting).status == 200
         router.roster()

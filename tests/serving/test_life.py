@@ -170,6 +170,7 @@ class Engine:
     moved: int = 0
     longest_s: float = 0.1
     waiting_rows: int = 0
+    room: int = 4
     serving: bool = True
     lost: bool = False
 

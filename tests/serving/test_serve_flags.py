@@ -85,7 +85,7 @@ REFUSED = [
     ("--model tiny --replicas 2 --routing stiky", "stiky.* sticky"),
     ("--model tiny --launcher slrum", "slrum.* slurm"),
     ("--model tiny --replicas 2 -L x=1", "-L x.* no option|no option.* -L x"),
-    ("--model tiny --replicas 3 --gpus 0,1", "--gpus .*2 devices.* 3 replicas"),
+    ("--model tiny --replicas 3 --gpus 0,1", "--gpus .*names devices 0, 1: 3 replicas"),
     ("--model tiny --gpus 0,x", "--gpus 0,x.* 0,2,4,6"),
     ("--model tiny --gpus 0,1 --device cpu", "--gpus.* --device|--device.* --gpus"),
     ("--model tiny --min-replicas 3 --max-replicas 2", "3 to 2"),
@@ -192,8 +192,9 @@ async def test_what_is_asked_of_a_model_that_stands_beside_another_is_looked_at_
 
 
 def test_devices_are_those_that_this_process_may_see(monkeypatch):
-    assert gpus_of("0, 2,4") == ("0", "2", "4")
-    assert gpus_of("GPU-8f3a,MIG-1/2") == ("GPU-8f3a", "MIG-1/2")
+    assert gpus_of("0, 2,4").here() == ("0", "2", "4")
+    assert gpus_of("GPU-8f3a,MIG-1/2").here() == ("GPU-8f3a", "MIG-1/2")
+    assert gpus_of("4,").here() == ("4",)
     for visible, found in (("3,5", ("3", "5")), ("", ())):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert gpus_here() == found

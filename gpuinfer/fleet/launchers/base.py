@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gpuinfer.config import options
 from gpuinfer.config.options import GivenValue
-from gpuinfer.errors import UnknownName, WorkError
+from gpuinfer.errors import UnknownName, UsageError, WorkError
 
 SHOWN, READ = 3, 8 << 10  # lines of last words; bytes of the log that are looked at
 LINE = 300  # characters of one line
@@ -38,6 +38,7 @@ class ReplicaPlan:
     devices: str | None  # CUDA_VISIBLE_DEVICES; None: leave the variable as it is
     threads: int | None  # cores for its numeric libraries; None: as many as they like
     arguments: tuple[str, ...]  # all of the command line that follows `gpuinfer`
+    port: int = 0  # where it listens, each attempt anew; 0: any free one
     attempt: int = 0  # how often this index was started before
     logs: Path | None = None  # where its log goes instead, when people named a folder
     admin_key_file: Path | None = None  # 0600; who changes its weights has this key
@@ -135,6 +136,17 @@ class Launcher(ABC):
 
     def __init__(self, options: BaseModel | None = None) -> None:
         self.options = options if options is not None else self.Options()
+
+    def reserve_one_gpu(self, flag: str) -> None:
+        """Have each replica get one device, which the launcher chooses. Raises `UsageError` where `-L gpus` says
+        otherwise. `flag`: that of the person who wants it.
+        """
+        if (given := getattr(self.options, "gpus", None)) is not None:
+            raise UsageError(
+                f"{flag} gives each replica one device, and -L gpus={given} says how many it has. Give one of them: "
+                f"--replicas N with -L gpus={given}, or {flag}."
+            )
+        self.options = self.Options(**{**self.options.model_dump(exclude_unset=True), "gpus": "1"})
 
     def check(self) -> None:  # noqa: B027
         """Raise `UsageError`, with the cure, where this launcher cannot work: no SLURM here, no Ray."""

@@ -243,6 +243,11 @@ class RouterCounters:
     timeouts: int = 0
     client_gone: int = 0
     broken_off: int = 0  # answers that had begun and could not be brought to their end
+    queued: int = 0  # wait now for room at a replica
+    queue_taken: int = 0  # have waited, and were sent to one
+    queue_full: int = 0  # answered 429, since no replica had room and too many waited
+    queue_expired: int = 0  # whose deadline passed while they waited
+    queue_wait_us: int = 0  # microseconds that those which were sent had waited, together
     restarts: int = 0  # of router processes
 
 

@@ -35,6 +35,10 @@ class RouterConfig(Struct, frozen=True):
     tracing: TraceSampling | None = None  # which requests are traced; None: none
     hands_over_log: bool = False  # log records, to the supervisor, which exports them
 
+    queue: Literal["replica", "global"] = "replica"  # where requests wait: at the replica chosen, or here for room
+    max_inputs: int | None = None  # requests under way at one replica; None: no bound, with a global queue its room
+    queue_limit: int = 4096  # requests that wait here, at most
+
     timeout_s: float = 300.0  # to the first byte of an answer, and between two pieces of it
     connect_s: float = 2.0
     wait_s: float = 15.0  # of a request for a replica, while none can take it but one may soon
@@ -76,6 +80,7 @@ class FleetMember(Struct, frozen=True):
     speed: float = 1.0  # beside the others': one of 2.0 gets twice the requests
     since: float = 0.0  # `time.time()` when it came up: it is given more little by little (`slow_start_s`)
     key: str | None = None  # its bearer token
+    room: int | None = None  # rows that it computes at once, where it says so
 
 
 class Roster(Struct, frozen=True):

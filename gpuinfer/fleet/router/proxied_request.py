@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from gpuinfer.api import Priority
 from gpuinfer.fleet.router.connection_pool import ConnectionPool, ReplicaConnection
 from gpuinfer.fleet.router.event_stream import RelayedEvents
-from gpuinfer.fleet.router.http_message import RequestHead, ResponseHead
+from gpuinfer.fleet.router.http_message import RequestHead, ResponseHead, without_headers
 from gpuinfer.fleet.router.replica_table import RoutedReplica
+from gpuinfer.fleet.router.request_queue import QueueKey
 from gpuinfer.fleet.router.shared_counters import ProcessCell
 from gpuinfer.http.access import RequestRefusal
 from gpuinfer.http.http_exchange import chunk_bytes, error_bytes, error_type_of, last_chunk
@@ -20,10 +24,13 @@ if TYPE_CHECKING:
     from gpuinfer.fleet.router.relay import Relay
     from gpuinfer.fleet.router.request_trace import RequestTrace
 
+CLASSES = {priority.name.lower(): priority for priority in Priority}
 TRY_AGAIN = frozenset({429, 502, 503})
 STALE_S = (
     0.1  # a connection used before that breaks so soon was closed while nobody looked, by no fault of the replica's
 )
+LEAST_S = 0.001  # that a replica is given for a request whose time is all but over
+RETRY_S = 5  # after a wait that was too long
 STALE = 2  # times that a request is sent again for this reason
 
 _USED = re.compile(rb"(?mi)^x-gpuinfer-used:[ \t]*([0-9]{1,15} [0-9]{1,15})[ \t]*\r$")
@@ -52,6 +59,7 @@ class ProxiedRequest:
         "body",
         "client",
         "connection",
+        "deadline",
         "error_body",
         "extra",
         "head",
@@ -61,12 +69,16 @@ class ProxiedRequest:
         "method",
         "paused",
         "probes",
+        "queue_key",
+        "queued",
+        "queued_at",
         "queued_us",
         "reason",
         "replica",
         "request_id",
         "retried",
         "started",
+        "stranded_at",
         "trace",
         "tried",
         "used",
@@ -101,7 +113,12 @@ class ProxiedRequest:
         self.reason = ""
         self.trace: RequestTrace | None = None  # where requests are traced
         self.connection: ReplicaConnection | None = None
-        self.waits = False
+        self.waits = False  # for a connection
+        self.queued = False  # it waits for a replica
+        self.queue_key: QueueKey | None = None  # its place there, once it has waited
+        self.queued_at = 0.0
+        self.stranded_at = 0.0  # since when no replica is up that could take it; 0: one is
+        self.deadline = math.inf  # on the relay's clock, once it has waited
         self._mode = _WAITING
         self._sent = False  # whether the client has been sent any of an answer
         self._reused = self._close = False
@@ -113,6 +130,16 @@ class ProxiedRequest:
         self.paused = False
 
     # To a replica
+
+    def urgency(self) -> tuple[Priority, float]:
+        """Class and deadline, by its headers. What a replica will refuse in them counts as not being there."""
+        headers = self.head.headers
+        priority = CLASSES.get(headers.get("x-gpuinfer-priority", ""), Priority.NORMAL)
+        if (text := headers.get("x-gpuinfer-timeout")) is not None:
+            with contextlib.suppress(ValueError):
+                if (timeout_s := float(text)) > 0:
+                    self.deadline = self.started + timeout_s
+        return priority, self.deadline
 
     def start(self, pool: ConnectionPool) -> None:
         """Send the request over a connection of this pool, at once or when one is free."""
@@ -131,9 +158,13 @@ class ProxiedRequest:
         if self.paused:
             connection.pause()
         head, body = self.head, self.body
+        lines = head.lines if self.trace is None else self.trace.lines()
+        if self.deadline < math.inf:  # the replica counts anew, and part of the time is over
+            left_s = max(LEAST_S, self.deadline - self._sent_at)
+            lines = b"%b\r\nX-Gpuinfer-Timeout: %.3f" % (without_headers(lines, {b"x-gpuinfer-timeout"}), left_s)
         where = self._more if self.replica is None else self.replica.lines
         mine = b"%b%b\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (
-            head.lines if self.trace is None else self.trace.lines(),
+            lines,
             where,
             self.request_id,
             self._created,
@@ -349,20 +380,24 @@ class ProxiedRequest:
         """Whether the client has been sent the beginning of a stream that another replica can continue."""
         return self._sent and self._events is not None and self._events.resumable
 
-    def give_up(self, status: int, message: str, retry_s: int = 0) -> None:
-        """Answer with an error, within a stream of events as an event; another answer that has begun is broken off."""
+    def give_up(self, status: int, message: str, retry_s: int = 0, error: str = "") -> None:
+        """Answer with an error, within a stream of events as an event; another answer that has begun is broken off.
+
+        `error`: what other processes of ours know it by, the name of a class in `gpuinfer.errors`.
+        """
         self.waits = False
         self._drop_connection()
         route = self.route()
         self._over()
         if not self._sent:
-            retry = [("Retry-After", str(retry_s))] if retry_s else []
-            self.client.refuse(RequestRefusal(status, message, retry), route)
+            headers = [("Retry-After", str(retry_s))] if retry_s else []
+            headers += [("X-Gpuinfer-Error", error)] if error else []
+            self.client.refuse(RequestRefusal(status, message, headers), route)
             return
         self._relay.count(ProcessCell.BROKEN_OFF)
         if self._events is not None:
-            error = error_bytes(message, error_type_of(status), code=str(status))
-            self._pass(b"data: " + error + b"\n\n", False)
+            event = error_bytes(message, error_type_of(status), code=str(status))
+            self._pass(b"data: " + event + b"\n\n", False)
             if not self.head.old:
                 self._write(last_chunk())
             self.client.finish(self._close)
@@ -379,6 +414,10 @@ class ProxiedRequest:
 
     def time_out(self) -> None:
         """No byte of an answer has come for too long."""
+        if self.queued:
+            waited = f"no replica had room for this request within {self._relay.config.timeout_s:g} s."
+            self.give_up(503, f"{waited} Ask again later, or have more replicas.", retry_s=RETRY_S)
+            return
         self._drop_connection()
         if self._sent and self._events is not None:
             self._lost("timeout")

@@ -5,10 +5,10 @@ one timer for all connections. Retries are a share of all requests, so that they
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from gpuinfer.fleet.router.http_message import affinity_of
 from gpuinfer.fleet.router.protocol import RouterConfig
 from gpuinfer.fleet.router.proxied_request import ProxiedRequest
 from gpuinfer.fleet.router.replica_table import HALF_OPEN, ReplicaTable, RoutedReplica
+from gpuinfer.fleet.router.request_queue import RequestQueue, back_in_front
 from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell, SharedCounters
 from gpuinfer.fleet.routing_policies import RoutedRequest, make_policy
 from gpuinfer.http.network import DisconnectWatcher
@@ -66,15 +67,19 @@ class TickTimer:
 
 RETRIES_AT_FIRST, RETRIES_AT_MOST = 5.0, 100.0
 LOSSES = 5  # replicas that may die while they have one request, which could be the cause
-WAITING = 4096  # requests that may wait for a replica at a time
 DRAINING_S = 2.0  # until the roster shows that a replica drains
 REPORT_S = 0.1  # between two reports of one member's failures
 TIDY_S = 5.0  # between two searches for idle connections
 ANY = RoutedRequest()
+RATE_SHARE = 0.02  # of a tick, in the moving average
+LONGEST_RETRY_S = 60
+QUEUE_FULL = "all replicas have as many requests as they may, and no more may wait here. Ask again later."
 
 
 class Relay:
-    """Chooses a replica for each request, another one when that fails, and lets requests wait while none is up."""
+    """Chooses a replica for each request, another one when that fails, and lets requests wait while none is up, or none
+    has room.
+    """
 
     def __init__(
         self,
@@ -100,7 +105,11 @@ class Relay:
         self._shared = counters.processes > 1
         self._policy = make_policy(config.policy, random.Random(), **config.policy_options)
         self._retries = RETRIES_AT_FIRST if config.retry_budget > 0 else 0.0  # each request earns a share of one
-        self._waiting: deque[ProxiedRequest] = deque()
+        self._global = config.queue == "global"
+        self._bounded = self._global or config.max_inputs is not None
+        self._queue: RequestQueue[ProxiedRequest] = RequestQueue(config.queue_limit)
+        self._sent_rate = 0.0  # requests that leave the queue in a second, a moving average
+        self._sent_now = 0  # since the last tick
         self._cells, self._totals = counters.cells, counters.total_at(row, ProcessCell.CONNECTIONS)
         self._requests = self._totals + int(ProcessCell.REQUESTS)
         self._woken = False
@@ -122,6 +131,8 @@ class Relay:
     def over(self, request: ProxiedRequest) -> None:
         """A request is over, whatever its outcome."""
         self.active -= 1
+        if request.queued:
+            self._take_out(request)
         self._leave(request)
 
     def _leave(self, request: ProxiedRequest) -> None:
@@ -135,6 +146,8 @@ class Relay:
         if breaker.state == HALF_OPEN and request.probes and breaker.probing:
             breaker.probing = False  # the one request of a half-open breaker has ended without an answer
             self.members.changed(replica)
+        if self._queue:
+            self._wake()
 
     # Which replica
 
@@ -144,30 +157,49 @@ class Relay:
         self._choose(request)
 
     def _choose(self, request: ProxiedRequest) -> None:
-        usable = self.members.usable
-        loads = [one for one in usable if one.member not in request.tried] if request.tried else usable
-        if not loads or request.attempt >= self.config.attempts or request.losses >= LOSSES:
-            may_wait = self.members.any_expected() and self.clock() - request.started < self.config.wait_s
-            if request.losses >= LOSSES or request.attempt >= self.config.attempts:
-                failed = f"{request.attempt} replicas failed while they had this request. Try it by itself."
-                request.give_up(502, failed)
-            elif self.closing or len(self._waiting) >= WAITING or not may_wait:
-                self.count(ProcessCell.UNROUTED)
-                request.give_up(503, "no replica is up. Try again.", retry_s=2)
-            else:
-                self._waiting.append(request)
-                request.waits = True
+        if request.losses >= LOSSES or request.attempt >= self.config.attempts:
+            failed = f"{request.attempt} replicas failed while they had this request. Try it by itself."
+            request.give_up(502, failed)
             return
+        usable = self.members.usable
+        loads: Sequence[RoutedReplica] = usable
+        if request.tried:
+            loads = [one for one in usable if one.member not in request.tried]
+        if not loads and (self.closing or not self.members.any_expected()):
+            self._refuse_unrouted(request)
+            return
+        bounded = self._bounded and request.method == b"POST"  # others are questions about the models
+        if bounded:
+            loads = () if self._global and self._queue else self._with_room(loads)
+        if not loads or not self._send_to(request, loads, bounded):
+            self._wait(request)
+
+    def _with_room(self, loads: Sequence[RoutedReplica]) -> Sequence[RoutedReplica]:
+        if self._shared:
+            for one in loads:
+                one.count_others()
+        return [one for one in loads if one.in_flight < one.room]
+
+    def _send_to(self, request: ProxiedRequest, loads: Sequence[RoutedReplica], bounded: bool) -> bool:
+        """Send a request to one of these. False: other processes have taken the room that there was."""
         if self._shared:
             for one in loads:
                 one.count_others()
         asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._policy.needs_affinity else ANY
-        replica, request.reason = self._policy.choose(loads, asking)
-        if not isinstance(replica, RoutedReplica):
-            return
-        request.replica = replica
+        while True:
+            replica, reason = self._policy.choose(loads, asking)
+            if not isinstance(replica, RoutedReplica):
+                return True
+            if not (bounded and self._shared):
+                replica.enter()
+                break
+            if replica.enter_within_room():
+                break
+            if not (loads := [one for one in loads if one is not replica]):
+                return False
+        request.replica, request.reason = replica, reason
         request.attempt += 1
-        replica.enter()
+        request.stranded_at = 0.0
         request.probes = replica.breaker.state == HALF_OPEN
         if request.probes:
             replica.breaker.probing = True
@@ -175,21 +207,97 @@ class Relay:
         if request.trace is not None:
             request.trace.attempt(replica, request.reason, request.resumes)
         request.start(replica.pool)
+        return True
+
+    # The queue: requests for which no replica has room, and those for which there is none just now
+
+    def _wait(self, request: ProxiedRequest) -> None:
+        """Let a request wait in the queue, or refuse it. One that a replica has had waits in front."""
+        queue, had = self._queue, request.attempt > 0 or request.member is not None
+        full = self.members.usable and not self._global and not had  # no queue: what finds no room is refused
+        if request.queue_key is None:
+            request.queue_key = queue.place(*request.urgency())
+        if had:
+            request.queue_key = back_in_front(request.queue_key)
+        turned_away = request if full else queue.push(request, request.queue_key)
+        if turned_away is not request:
+            request.queued, request.queued_at = True, self.clock()
+        if turned_away is not None:
+            turned_away.queued = False
+            if self.members.usable:
+                self.count(ProcessCell.QUEUE_FULL)
+                turned_away.give_up(429, QUEUE_FULL, self._retry_s(), "QueueFull")
+            else:
+                self._refuse_unrouted(turned_away)
+        self._show_queue()
+
+    def _refuse_unrouted(self, request: ProxiedRequest) -> None:
+        self.count(ProcessCell.UNROUTED)
+        request.give_up(503, "no replica is up. Try again.", retry_s=2)
+
+    def _retry_s(self) -> int:
+        """When there may be room in the queue: once all that wait now have been sent, at the present rate."""
+        rate = self._sent_rate
+        return max(1, min(LONGEST_RETRY_S, math.ceil(len(self._queue) / rate))) if rate > 0 else 1
+
+    def _take_out(self, request: ProxiedRequest) -> None:
+        if request.queue_key is not None:
+            self._queue.remove(request.queue_key)
+        request.queued = False
+        self._show_queue()
+
+    def _show_queue(self) -> None:
+        self._cells[self._totals + ProcessCell.QUEUED] = len(self._queue)
 
     def _wake(self) -> None:
         """A replica may take requests again."""
-        if self._waiting and not self._woken:
+        if self._queue and not self._woken:
             self._woken = True
-            self._loop.call_soon(self._place_waiting)
+            self._loop.call_soon(self._send_waiting)
 
-    def _place_waiting(self) -> None:
+    def _send_waiting(self) -> None:
+        """Send as many of those that wait, in their order, as replicas have room for."""
         self._woken = False
-        waiting, self._waiting = self._waiting, deque()
-        for request in waiting:
-            if request.waits:
-                request.waits = False
-                request.tried = ()
-                self.place(request)
+        while self._queue:
+            request, usable = self._queue.first(), self.members.usable
+            if request.deadline <= (now := self.clock()):
+                self._expire(request)
+                continue
+            loads = self._with_room(usable) if self._bounded else usable
+            if not loads:
+                return
+            self._take_out(request)
+            # those that it has been at count again when there are no others
+            request.tried = () if all(one.member in request.tried for one in loads) else request.tried
+            loads = [one for one in loads if one.member not in request.tried]
+            if not self._send_to(request, loads, self._bounded):
+                self._wait(request)
+                return
+            self._sent_now += 1
+            self.count(ProcessCell.QUEUE_TAKEN)
+            self.count(ProcessCell.QUEUE_WAIT_US, int(1e6 * (now - request.queued_at)))
+
+    def _expire(self, request: ProxiedRequest) -> None:
+        self.count(ProcessCell.QUEUE_EXPIRED)
+        request.give_up(408, "its deadline passed while it waited for a replica. Give it more time.", 0, "Expired")
+
+    def _look_at_waiting(self, now: float) -> None:
+        """At each tick: end what has waited for too long."""
+        self._sent_rate += RATE_SHARE * (self._sent_now / TICK_S - self._sent_rate)
+        self._sent_now = 0
+        if not self._queue:
+            return
+        stranded = not self.members.usable
+        for request in self._queue:
+            if request.deadline <= now:
+                self._expire(request)
+            elif not stranded:
+                request.stranded_at = 0.0
+            elif not request.stranded_at:
+                request.stranded_at = now
+            elif self.closing or not self.members.any_expected() or now - request.stranded_at >= self.config.wait_s:
+                self._refuse_unrouted(request)
+        self._wake()
 
     # Outcomes
 
@@ -280,8 +388,7 @@ class Relay:
             self._tidy_at = now + TIDY_S
             self.members.tidy(now)
             self.control.tidy(now)
-        if self._waiting:
-            self._place_waiting()
+        self._look_at_waiting(now)
 
     def close(self) -> None:
         self.timer.stop()

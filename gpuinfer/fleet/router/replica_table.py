@@ -7,6 +7,7 @@ load (429, 503) do not count, nor clients that disconnected.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -87,6 +88,7 @@ class CircuitBreaker:
 
 
 _REQUESTS = int(MemberCell.REQUESTS)  # arithmetic with members of an enum is slow; IN_FLIGHT is the first
+UNKNOWN_ROOM = 16  # requests under way at a replica that does not say how many rows it computes at once
 SLOWEST = 0.1  # of its speed, at the beginning of a slow start
 
 
@@ -105,6 +107,7 @@ class RoutedReplica(ReplicaLoad):
         "own",
         "pool",
         "reported_at",
+        "room",
         "warm_at",
     )
 
@@ -120,6 +123,7 @@ class RoutedReplica(ReplicaLoad):
         super().__init__(member.id, speed=member.speed)
         self.fleet_member, self.pool, self.breaker = member, pool, breaker
         self.own = 0  # requests under way there from this process
+        self.room: float = math.inf  # requests that it may have under way
         self.reported_at = 0.0  # when its last failure was reported
         self.draining_until = 0.0  # on the loop's clock: it drains, and gets no request before; 0: it does not
         self.warm_at = 0.0  # wall clock: when its slow start is over
@@ -138,6 +142,19 @@ class RoutedReplica(ReplicaLoad):
         self.own += 1
         self.in_flight = self._counters[self._cells] = self.own
         self._counters[self._cells + _REQUESTS] += 1
+
+    def enter_within_room(self) -> bool:
+        """As `enter`, unless there is no room: other processes may have sent something meanwhile. Each counts itself in
+        before it looks, so that of two that want the last place at most one gets it.
+        """
+        self.own += 1
+        self._counters[self._cells] = self.own
+        self.count_others()
+        if self.in_flight > self.room:
+            self.leave()
+            return False
+        self._counters[self._cells + _REQUESTS] += 1
+        return True
 
     def leave(self) -> None:
         """A request is over."""
@@ -210,11 +227,18 @@ class ReplicaTable:
                 if member.since:
                     replica.warm_at = member.since + self._config.slow_start_s
             replica.fleet_member, replica.speed = member, member.speed
+            replica.room = self._room_of(member)
             self._all[member.id] = replica
         for replica in before.values():
             replica.retire()
         self._ever_named = self._ever_named or bool(self._all)
         self.refresh()
+
+    def _room_of(self, member: FleetMember) -> float:
+        """Requests that it may have under way, whoever sends them."""
+        if self._config.max_inputs is not None:
+            return self._config.max_inputs
+        return (member.room or UNKNOWN_ROOM) if self._config.queue == "global" else math.inf
 
     def refresh(self) -> None:
         """Find anew which replicas take requests."""

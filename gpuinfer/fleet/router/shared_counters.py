@@ -37,6 +37,11 @@ class ProcessCell(IntEnum):
     TIMEOUTS = 3
     CLIENT_GONE = 4
     BROKEN_OFF = 5
+    QUEUED = 6
+    QUEUE_TAKEN = 7
+    QUEUE_FULL = 8
+    QUEUE_EXPIRED = 9
+    QUEUE_WAIT_US = 10
 
 
 _ROW = len(ProcessCell) + (SLOTS + 1) * len(MemberCell)
@@ -88,7 +93,7 @@ class SharedCounters:
 
     def bury(self, row: int) -> None:
         """The process of this row is dead: nothing is under way there any more. Its counts stay."""
-        self.cells[self.total_at(row, ProcessCell.CONNECTIONS)] = 0
+        self.cells[self.total_at(row, ProcessCell.CONNECTIONS)] = self.cells[self.total_at(row, ProcessCell.QUEUED)] = 0
         for slot in range(SLOTS):
             at = self.member_at(row, slot)
             self.cells[at + MemberCell.IN_FLIGHT] = self.cells[at + MemberCell.BREAKER] = 0

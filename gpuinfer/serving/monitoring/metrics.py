@@ -362,6 +362,9 @@ ROUTER_COUNTERS = (
     ("timeouts", "Requests that no replica has answered in time."),
     ("client_gone", "Requests whose client went away before the answer."),
     ("broken_off", "Answers that had begun and could not be brought to their end."),
+    ("queue_taken", "Requests that have waited in the router, and were sent to a replica."),
+    ("queue_full", "Requests for which no replica had room and the router no place to wait: answered with 429."),
+    ("queue_expired", "Requests whose deadline passed while they waited in the router."),
     ("restarts", "Router processes that were started anew."),
 )
 
@@ -370,6 +373,10 @@ def router_families(totals: Mapping[str, float]) -> Iterator[Family]:
     """The counters of all router processes; `totals` has the names in ROUTER_COUNTERS, and connections."""
     open_now = "Connections of clients that are open now."
     yield single_sample("gpuinfer_router_connections", open_now, "gauge", totals.get("connections", 0))
+    queued = "Requests that wait in the router for room at a replica."
+    yield single_sample("gpuinfer_router_queue_length", queued, "gauge", totals.get("queued", 0))
+    waited = "Seconds that requests have waited in the router before they were sent, together."
+    yield single_sample("gpuinfer_router_queue_wait_seconds", waited, "counter", totals.get("queue_wait_us", 0) / 1e6)
     for name, help_text in ROUTER_COUNTERS:
         yield single_sample(f"gpuinfer_router_{name}", help_text, "counter", totals.get(name, 0))
 

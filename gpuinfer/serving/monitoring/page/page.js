@@ -198,9 +198,12 @@ function showTimes(look) {
   write(by("tokens"), time(first.p50));
   lines.tokens.add(first.p50, first.p95);
   facts("tokens-facts", [["p95", time(first.p95), "above"], ["next token", time(between.p50)], ["its p95", time(between.p95)]]);
-  write(by("queue"), number(look.waiting_rows));
-  lines.queue.add(look.waiting_rows);
-  facts("queue-facts", [["median wait", time(wait.p50)], ["p95", time(wait.p95)], ["longest", time(wait.max)]]);
+  const { queued } = look.about; // of a fleet whose router has a queue
+  write(by("queue"), number(look.waiting_rows + (queued || 0)));
+  lines.queue.add(look.waiting_rows + (queued || 0));
+  const router = queued === undefined ? [] : [["in the router", number(queued)]];
+  const waits = [["median wait", time(wait.p50)], ["p95", time(wait.p95)], ["longest", time(wait.max)]];
+  facts("queue-facts", [...router, ...waits]);
 }
 
 function showBatches({ sizes, reasons, rows_mean: mean, slots }) {
