@@ -157,6 +157,8 @@ class Setup:
     processes: int = 1  # how many processes share this machine's cores, each with its own copy of the backend
     deterministic: bool = False  # same answer for a row whatever it shares its batch with
     trace: str | None = None  # where each engine records what happens (`gpuinfer.trace`); None: nowhere
+    profile: str | None = None  # a folder, to which each process writes a profile of so many seconds of its work
+    profile_s: float = 5.0
     patience: float = 10.0  # seconds for which a plugin may hold something before it is named
     give_up: float = 600.0  # the same before it is given up, and the run with it (`gpuinfer.engine.watchdog`)
     max_queue_rows: int | None = None  # rows that may wait in each queue; None: as many as the engine thinks right

@@ -131,6 +131,18 @@ def mean_size(sizes: Mapping[int, int]) -> float:
     return sum(size * times for size, times in sizes.items()) / count if count else 0.0
 
 
+StationWatcher = Callable[["Lane", str, str], None]
+_watcher: StationWatcher | None = None
+
+
+def watch_stations(watcher: StationWatcher | None) -> None:
+    """From now on call this at each lane's change of station, with the lane, the station it leaves and the one it
+    enters, on the thread that makes the change; None: nothing. There is one watcher.
+    """
+    global _watcher
+    _watcher = watcher
+
+
 class Lane:
     """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read what it has counted."""
 
@@ -156,6 +168,8 @@ class Lane:
         else:
             spent[0] += now - self._since
             spent[1] += 1
+        if _watcher is not None:
+            _watcher(self, self.station, station)
         self.station, self._since = station, now
         self.stays += 1
         if self._real:  # on a virtual clock no thread spends CPU time

@@ -19,6 +19,7 @@ from gpuinfer.api import Backend, Roofline, Setup, Strategy
 from gpuinfer.central.blocks import BlockForm
 from gpuinfer.central.protocol import WeightsChange
 from gpuinfer.central.row_server import BatchRunner, RowServer
+from gpuinfer.engine.profiler import ProfileWindow
 from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
@@ -157,6 +158,7 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
 
     watchdog = Watchdog(Patience.of(order.setup), give_up, name="the central server")
     watchdog.watch(partial(server.held, watchdog.patience))
+    window = ProfileWindow.of(order.setup, "server")
     pending: dict[int, Future[Sequence[str]]] = {}  # changes of weights that are under way
     while os.getppid() == order.owner:  # forked children of a dead owner may hold its end of the channel open
         asked = owner.poll(CHANGING_S if pending else LOOK_S)
@@ -170,6 +172,8 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
                 outcome = {"refused": error_to_wire(BackendError(why))}
             owner.send({"changed": number, **outcome})
         watchdog.check_again()
+        if window is not None:
+            window.look()
         fault = server.fault
         if fault is None and server.busy_s() > order.batch_timeout_s:  # also while it is asked
             fault = BackendDied(
@@ -195,6 +199,9 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
             continue
         if closing := "close" in wanted:
             server.close(DRAIN_S)
+            if window is not None:
+                window.end()
+                window.join()
         ran, waited = machine.cpu_times()
         own = {
             "cpu_s": ran,

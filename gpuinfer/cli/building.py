@@ -63,6 +63,8 @@ def setup_of(common: settings.Common) -> Setup:
         dtype=common.dtype,
         seed=common.seed,
         trace=trace,
+        profile=None if common.profile is None else os.path.realpath(common.profile),
+        profile_s=common.profile_seconds,
         patience=common.patience,
         give_up=common.give_up,
         max_queue_rows=common.max_queue_rows,

@@ -98,6 +98,11 @@ def refuse_records(target: str, values: Mapping[str, Any]) -> None:
             f"{merged.origin('trace')}: a comparison makes many runs, and a trace holds one. "
             f"Leave it out, and record `gpuinfer {target} --trace FILE`."
         )
+    if merged.common.profile is not None:
+        raise UsageError(
+            f"{merged.origin('profile')}: a comparison makes many runs, and a folder of profiles holds one. "
+            f"Leave it out, and profile `gpuinfer {target} --profile DIR`."
+        )
     given = merged.table(target)
     for key in ("out", "resume"):
         if key in given and str(given[key].value).lower() not in ("none", "false", ""):

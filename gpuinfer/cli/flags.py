@@ -32,6 +32,8 @@ METAVARS = {
     "seed": "N",
     "json": "FILE|-",
     "trace": "FILE",
+    "profile": "DIR",
+    "profile_seconds": "S",
     "track": "TARGET",
     "live": "",
     "roofline": "",
@@ -219,7 +221,17 @@ def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
 
 
 SHORTS = {"backend_options": "-B", "strategy_options": "-S", "decoder_options": "-D"}
-SHOWN_ONLY = ("json", "trace", "track", "live", "quiet", "verbose", "trial")  # how a run is shown, not what it does
+SHOWN_ONLY = (
+    "json",
+    "trace",
+    "profile",
+    "profile_seconds",
+    "track",
+    "live",
+    "quiet",
+    "verbose",
+    "trial",
+)  # how a run is shown, not what it does
 
 
 def spelled(name: str, values: Mapping[str, Any]) -> str:

@@ -19,7 +19,20 @@ from gpuinfer.lab.bench.measurement import Variant
 
 KINDS = {"backend_options": "backends", "strategy_options": "strategies"}
 # Flags that take one value: no part of a run, or, the seed, counted up by the repeats.
-SINGLE = ("json", "trace", "track", "config", "live", "quiet", "verbose", "roofline", "trial", "seed")
+SINGLE = (
+    "json",
+    "trace",
+    "profile",
+    "profile_seconds",
+    "track",
+    "config",
+    "live",
+    "quiet",
+    "verbose",
+    "roofline",
+    "trial",
+    "seed",
+)
 AMOUNTS = ("games", "groups", "requests", "duration", "schedule", "replay")  # flags that say how much there is to do
 ENDLESS = {"games": str(10**9), "duration": str(10**9)}  # in a run that is ended by the clock
 

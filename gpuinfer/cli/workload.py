@@ -10,8 +10,10 @@ import inspect
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -148,7 +150,7 @@ def _built(name: str, workload: Workload, settings: Settings, changes: Mapping[s
 
 
 def _recording_nothing(merged: Settings) -> Settings:
-    return replace(merged, common=merged.common.model_copy(update={"trace": None}))
+    return replace(merged, common=merged.common.model_copy(update={"trace": None, "profile": None}))
 
 
 def _with(merged: Settings, change: OptionChange) -> Settings:
@@ -239,7 +241,13 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     if writes_stdout and destination.stdout:
         raise UsageError(f"{name} and --json - both write to standard output. Give one of them a file.")
     output.refuse_shared({"--json": common.report, "--trace": common.trace}, _named(plan, merged))
+    if common.profile is not None:
+        try:
+            Path(common.profile).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--profile {common.profile}: {error.strerror}. Name a folder to write to.") from None
     log_to_people(common.verbose)
+    began = time.time()
     from gpuinfer.cli.screen.display import Display
 
     title = f"{name} · {common.backend} · {common.strategy}"
@@ -257,6 +265,8 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     with display, tracking, _failed_report(destination, plan.workload):
         report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload), tracking)
         tracking.finish_with(report)
+    if common.profile is not None:
+        _say_profiled(Path(common.profile), began)
     if report["status"] == "failed":
         failures = report["failures"]
         share = f"{failures['count']:,} of {failures['of']:,} failed ({failures['share']:.1%})"
@@ -316,6 +326,15 @@ def _run(
 def _say_recorded(trace: Merged) -> None:
     lost = f"; {trace.incomplete} of its engines ended before all was written" if trace.incomplete else ""
     print(f"trace: {trace.path} ({trace.requests} requests{lost})", file=sys.stderr)
+
+
+def _say_profiled(folder: Path, began: float) -> None:
+    """Which processes have written a profile since then."""
+    from gpuinfer.engine.profiler import SUFFIX
+
+    made = sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stat().st_mtime >= began)
+    listed = ", ".join(path.name for path in made) or "no process was at work, and none was written"
+    print(f"profile: {folder}: {listed}", file=sys.stderr)
 
 
 @contextlib.contextmanager

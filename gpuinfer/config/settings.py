@@ -61,6 +61,10 @@ class Common(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
     trace: str | None = Field(None, pattern=r"^[^\x00]+$", description="a file that records every request and batch")
+    profile: str | None = Field(
+        None, pattern=r"^[^\x00]+$", description="a folder for profiles: a Chrome trace of each process"
+    )
+    profile_seconds: float = Field(5.0, gt=0, le=60, description="how long each process is profiled, as 5s")
     track: list[str] = Field(
         [],
         json_schema_extra={"repeatable": True},

@@ -24,6 +24,9 @@ from gpuinfer.serving.kserve_health import health_routes
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
 from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, UpdateBody
+from gpuinfer.serving.profile_endpoint import PATH as PROFILE
+from gpuinfer.serving.profile_endpoint import SUMMARY as PROFILE_SUMMARY
+from gpuinfer.serving.profile_endpoint import profile_body
 
 if TYPE_CHECKING:
     from gpuinfer.fleet.supervisor import Fleet
@@ -87,6 +90,7 @@ class ControlServer:
                 Route("POST", path, functools.partial(self._change, body), "admin", summary)
                 for path, (body, summary) in CHANGES.items()
             ),
+            Route("POST", PROFILE, self._profile, "admin", PROFILE_SUMMARY),
             # the files hold nothing of the fleet's, and need no key; the events do
             *(Route("GET", path, send_file, "open", "The live page") for path in FILES),
             Route("GET", "/events", self._events, "api", "Views of the fleet, one a second (server-sent events)"),
@@ -169,6 +173,20 @@ class ControlServer:
             exchange.refuse(503, str(error), [("Retry-After", "1")])
         else:
             exchange.respond(200, encode({"adapters": list(self._fleet.changes.adapters)}))
+
+    async def _profile(self, exchange: Exchange) -> None:
+        """Of one replica, whose answer it is."""
+        try:
+            asked = profile_body(exchange.body)
+            response = await self._fleet.profile(asked.seconds, asked.worker)
+        except UsageError as error:
+            exchange.refuse(400, str(error))
+        except WorkError as error:
+            exchange.refuse(503, str(error), [("Retry-After", "1")])
+        else:
+            passed = ("content-disposition", "retry-after")
+            headers = [(name, response.headers[name]) for name in passed if name in response.headers]
+            exchange.respond(response.status, response.body, headers=headers)
 
     async def _remove(self, exchange: Exchange) -> None:
         text = exchange.parameters["id"]

@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gpuinfer.errors import WorkError
+import msgspec
+
+from gpuinfer.errors import BackendDied, UsageError, WorkError
 from gpuinfer.fleet.control import ControlServer
 from gpuinfer.fleet.fleet_counters import EVERY_S, FRESH_S, ReplicaCounters
 from gpuinfer.fleet.folder import FleetFolder
@@ -30,6 +32,7 @@ from gpuinfer.fleet.weight_updates import WeightUpdates
 from gpuinfer.fleet.worker import Worker, bracketed
 from gpuinfer.host import machine, otlp
 from gpuinfer.http.access import ReloadableFile, reload_changed_files
+from gpuinfer.http.client import HttpClient, HttpResponse
 from gpuinfer.http.parser import fitting_connections, limit_notice
 from gpuinfer.serving.health import counter_stats
 from gpuinfer.serving.monitoring.metrics import (
@@ -40,6 +43,7 @@ from gpuinfer.serving.monitoring.metrics import (
     snapshot_families,
     worker_families,
 )
+from gpuinfer.serving.profile_endpoint import MOST_BYTES
 from gpuinfer.serving.telemetry.otlp_logs import LoggedRecord
 from gpuinfer.serving.telemetry.spans import FinishedSpan
 from gpuinfer.serving.telemetry.telemetry import NO_TELEMETRY, Telemetry
@@ -49,6 +53,7 @@ log = logging.getLogger(__name__)
 
 KEPT_DECISIONS = 32
 TOUCH_S = 10.0  # between two checks of the fleet's folder
+PROFILED_S = 60.0  # for a profile to be written, beyond its seconds
 END_S = 10.0  # for replicas to end, once no request is under way
 NOTHING = MemberCounters()
 
@@ -259,6 +264,26 @@ class Fleet:
     async def ask_replica(self, path: str) -> bytes | None:
         """The answer of one replica that is up; None without one."""
         return await self._counting.ask(self._members.all.values(), path)
+
+    async def profile(self, seconds: float, id: int | None) -> HttpResponse:
+        """What a replica of ours answers to `POST /profile`: the one of this number, or the first that is up. Raises
+        `UsageError` for an unknown number, and `BackendDied` where it is not up, or does not answer.
+        """
+        up = [one for one in self._members.own if one.state == "up"]
+        if id is not None and id not in {one.id for one in self._members.own}:
+            raise UsageError(f"there is no replica {id} of this fleet's own. GET /workers lists them.")
+        found = next((one for one in up if id in (None, one.id)), None)
+        if found is None:
+            raise BackendDied("the replica is not up. Ask again when it is.")
+        headers = self.changes.headers
+        client = HttpClient(
+            found.url, connections=1, timeout_s=seconds + PROFILED_S, headers=headers, body_bytes=MOST_BYTES
+        )
+        try:
+            body = msgspec.json.encode({"seconds": seconds})
+            return await client.request("POST", "/profile", body)
+        finally:
+            await client.close()
 
     async def drain(self, within_s: float | None = None) -> bool:
         """Take no new requests, finish those under way, then end the replicas. Whether all requests were finished."""

@@ -37,7 +37,7 @@ class WeightUpdates:
     """The updates that all replicas are to have. `admin_key`: the replicas' key."""
 
     def __init__(self, admin_key: str) -> None:
-        self._headers = [("Authorization", f"Bearer {admin_key}"), ("Content-Type", "application/json")]
+        self.headers = [("Authorization", f"Bearer {admin_key}"), ("Content-Type", "application/json")]
         self._standing: dict[Whose, WeightUpdate] = {}
         self._unloaded: dict[Whose, WeightUpdate] = {}  # adapters that a start may load again
         self._had: dict[Life, int] = {}  # the number of the latest update that a replica has
@@ -113,7 +113,7 @@ class WeightUpdates:
                 raise outcome
 
     async def _ask(self, worker: Worker, path: str, body: Mapping[str, Any]) -> None:
-        client = HttpClient(worker.url, connections=1, timeout_s=ANSWER_S, headers=self._headers)
+        client = HttpClient(worker.url, connections=1, timeout_s=ANSWER_S, headers=self.headers)
         try:
             response = await client.request("POST", path, msgspec.json.encode(body))
         finally:

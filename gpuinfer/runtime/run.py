@@ -19,6 +19,7 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Backend, Progress, Roofline, Strategy, TextRoofline, Workload
 from gpuinfer.config import blame
+from gpuinfer.engine.profiler import ProfileWindow, profiled
 from gpuinfer.engine.trace_merge import Merged, recording
 from gpuinfer.engine.watchdog import Held
 from gpuinfer.errors import WorkError
@@ -311,6 +312,10 @@ class _Execution:
         """Follow the workload until it ends, or the run has to."""
         if self.session.stopping.is_set():
             return
+        async with profiled(ProfileWindow.of(self.backend.setup, "run")):
+            await self._work()
+
+    async def _work(self) -> None:
         self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
         task = asyncio.create_task(self._follow())
         self._following = True

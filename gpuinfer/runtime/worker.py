@@ -16,6 +16,7 @@ from typing import Any
 
 from gpuinfer import errors
 from gpuinfer.api import Infer
+from gpuinfer.engine.profiler import ProfileWindow, profiled
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import children, error_text, event_loop
 from gpuinfer.host.child import AsyncChannel, ChannelClosed, Heartbeat
@@ -135,7 +136,8 @@ async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
                 if session.has_model:
                     await session.ready()
                 heart.started()
-                await target(session, channel, job.arguments)
+                async with profiled(ProfileWindow.of(job.setup, f"worker-{job.index}")):
+                    await target(session, channel, job.arguments)
             finally:
                 for task in tasks:
                     task.cancel()

@@ -37,6 +37,7 @@ from gpuinfer.serving.monitoring.metrics import (
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.openai.response_items import ResponsesBody
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, UnloadBody, UpdateBody
+from gpuinfer.serving.profile_endpoint import profile_route
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
 from gpuinfer.serving.responses_endpoint import responses
 from gpuinfer.serving.row_endpoint import EvaluateEndpoint
@@ -254,6 +255,7 @@ def replica_routes(served: ServedModels) -> list[Route]:
         *kserve_routes(served),
         Route("GET", "/stats", _stats(served), "api", "Counters, times and rates of the last seconds.", _STATS),
         *monitoring_routes(served),
+        profile_route(),
     ]
 
     async def document(exchange: Exchange) -> None:

@@ -7,9 +7,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import forking
 import numpy as np
 import pytest
 import torch
@@ -230,7 +234,9 @@ except InferenceServerException as error:
 @pytest.mark.thorough  # three processes start
 def test_tritons_client_is_served_behind_a_router_with_two_replicas(tmp_path):
     write_keys(tmp_path / "api", "the-key")
+    write_keys(tmp_path / "admin", "the-admin-key")
     words = ("--model", "blobnet-small", *ROWS, "-B", "threads=1", "--replicas", 2, "--api-key-file", "api")
+    words += ("--admin-key-file", "admin")
     with serving(*words, folder=tmp_path) as server:
         said = triton(
             server.url,
@@ -252,6 +258,15 @@ for name, given in (("refused", {}), ("unknown", {"headers": headers})):
 """,
             "the-key",
         )
+        row = {"rows": [[1.0] * 4 + [0.25] * 12]}
+        with ThreadPoolExecutor(1) as pool:
+            making = pool.submit(server.ask, "/profile", {"seconds": 0.5, "worker": 0}, bearer("the-admin-key"))
+            while not making.done():
+                assert server.ask("/v1/evaluate", row, bearer("the-key")).status == 200
+        stations, operations, _ = names_in(making.result().json)
+        assert "forward" in stations
+        assert operations
+        assert server.ask("/profile", {"worker": 7}, bearer("the-admin-key")).status == 400
         assert said["ready"] == [True] * 3
         assert said["server"] == "gpuinfer"
         assert said["inputs"] == [{"name": "rows", "datatype": "FP32", "shape": [-1, 16]}]
@@ -259,3 +274,77 @@ for name, given in (("refused", {}), ("unknown", {"headers": headers})):
         assert said["refused"][0] == "401"
         assert said["unknown"][0] == "404"
         assert "'blobnet-small'" in said["unknown"][1]
+
+
+# A profile
+
+
+def names_in(trace: Any) -> tuple[set[str], set[str], set[str]]:
+    """Stations, operations of torch and named rows of a Chrome trace."""
+    found: dict[str, set[str]] = {"station": set(), "cpu_op": set(), "thread_name": set()}
+    for event in trace["traceEvents"]:
+        if event.get("cat") in found:
+            found[event["cat"]].add(event["name"])
+            assert event["ph"] == "X"
+            assert event["dur"] >= 0
+        elif event["name"] == "thread_name":
+            found["thread_name"].add(event["args"]["name"])
+    return found["station"], found["cpu_op"], found["thread_name"]
+
+
+def test_a_run_writes_a_profile_with_its_stations_and_torchs_operations(tmp_path):
+    words = ["gpuinfer", "generate", "--model", "tiny", "--prompt", "one", "--num-samples", "4", "--ignore-eos"]
+    words += ["--max-new-tokens", "40", "--profile", "profiles", "--no-roofline", "--quiet", "--no-trial"]
+    done = forking.run(words, tmp_path, forking.own_environment(), WAIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "profile: profiles: run.trace.json" in done.stderr
+    assert "ERROR" not in done.stderr
+    file = tmp_path / "profiles/run.trace.json"
+    stations, operations, rows = names_in(json.loads(file.read_text()))
+    assert {"forward", "sample"} <= stations
+    assert "aten::to" in operations
+    assert "gpuinfer: forward 0" in rows
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.thorough  # three processes start
+def test_worker_processes_and_the_central_server_write_profiles_of_their_own(tmp_path):
+    words = ["gpuinfer", "selfplay", "--games", "100", "--model", "blobnet-small", "--workers", "2", "--backend"]
+    words += ["central", "--profile", "profiles", "--no-roofline", "--quiet", "--no-trial"]
+    done = forking.run(words, tmp_path, forking.own_environment(), WAIT_S, workers=True)
+    assert done.returncode == 0, done.stderr
+    found = {one.name: names_in(json.loads(one.read_text())) for one in (tmp_path / "profiles").iterdir()}
+    assert {"server.trace.json", "worker-0.trace.json", "worker-1.trace.json"} <= found.keys()
+    stations, operations, _ = found["server.trace.json"]
+    assert "forward" in stations
+    assert "aten::slice" in operations
+    stations, operations, _ = found["worker-0.trace.json"]
+    assert "search" in stations
+    assert not operations, "a worker of a central server has no torch"
+
+
+def test_a_server_answers_with_a_profile_to_the_admin_key_alone_one_at_a_time(tmp_path, parts):
+    for kind in ("api", "admin"):
+        write_keys(tmp_path / kind, f"the-{kind}-key")
+    words = ("--model", "blobnet-small", *ROWS, "-B", "threads=1", "--api-key-file", "api", "--admin-key-file", "admin")
+    with serving(*words, folder=tmp_path) as server, ThreadPoolExecutor(2) as pool:
+        admin, row = bearer("the-admin-key"), {"rows": [[1.0] * 4 + [0.25] * 12]}
+        assert server.ask("/profile", {}, bearer("the-api-key")).status == 401
+        with pytest.raises(urllib.error.HTTPError, match="403"):  # a server without an admin key
+            urllib.request.urlopen(f"{parts}/profile", b"{}", timeout=WAIT_S)
+        for wrong in ({"seconds": 0}, {"seconds": 1000}, {"second": 1}, b"["):
+            assert server.ask("/profile", wrong, admin).status == 400, wrong
+        long = pool.submit(server.ask, "/profile", {"seconds": 2}, admin)
+        refused = 200
+        while not long.done() and refused == 200:  # once the first has begun, another one has to wait
+            server.ask("/v1/evaluate", row, admin)
+            refused = server.ask("/profile", {"seconds": 0.01}, admin).status
+        while not long.done():
+            assert server.ask("/v1/evaluate", row, admin).status == 200
+        assert 409 in (refused, long.result().status)
+        answer = server.ask("/profile", {"seconds": 0.1}, admin) if long.result().status == 409 else long.result()
+        assert answer.status == 200
+        assert "attachment" in answer.headers["content-disposition"]
+        stations, operations, _ = names_in(answer.json)
+        assert "forward" in stations
+        assert operations
