@@ -123,8 +123,8 @@ COMMANDS = (
     "docs",
 )  # our own, whatever plugins are installed
 SETTINGS = (
-    "backend", "fallback", "strategy", "device", "dtype", "seed", "json", "trace", "profile", "profile_seconds", "track",
-    "live", "quiet", "verbose", "roofline", "trial", "patience", "give_up", "max_failures", "max_queue_rows",
+    "backend", "fallback", "strategy", "device", "dtype", "seed", "json", "trace", "profile", "profile_seconds",
+    "track", "live", "quiet", "verbose", "roofline", "trial", "patience", "give_up", "max_failures", "max_queue_rows",
     "disabled_plugins", "backends", "strategies",
 )  # fmt: skip
 """Names that a workload cannot have: it would be a command, a table of the settings and a prefix of variables."""
