@@ -301,7 +301,7 @@ class InProcess(Backend):
         """
         own, spec = self.options, self.setup.model
         of_bits = self.setup.deterministic and spec is not None and spec.kind != "text"
-        return own.threads is not None or own.compile or own.parallel != "data" or self._trains or of_bits
+        return own.threads is not None or bool(own.compile) or own.parallel != "data" or self._trains or of_bits
 
     @property
     def streams(self) -> bool:

@@ -66,7 +66,14 @@ MaxRows = Annotated[
     Field(description="rows in one batch; default 4096 on a CPU, more on CUDA"),
 ]
 ChunkRows = Annotated[Annotated[int, Field(ge=1)] | None, Field(description="rows that go through the model at once")]
-Compile = Annotated[bool, Field(description="compile the model with torch.compile")]
+CompileMode = bool | Literal["default", "reduce-overhead", "max-autotune"]
+Compile = Annotated[
+    CompileMode,
+    Field(
+        description="compile the model with torch.compile: true (default), reduce-overhead (CUDA: and launch it as one "
+        "graph), max-autotune (try several kernels for each product)"
+    ),
+]
 Graphs = Annotated[bool, Field(description="on CUDA, launch each batch as one captured graph")]
 
 
@@ -197,7 +204,7 @@ class ForwardOptions(CutOptions, Protocol):
     @property
     def in_flight(self) -> int | None: ...
     @property
-    def compile(self) -> bool: ...
+    def compile(self) -> CompileMode: ...
 
 
 class StageOptions(ForwardOptions, Protocol):
@@ -205,6 +212,33 @@ class StageOptions(ForwardOptions, Protocol):
 
     @property
     def layers(self) -> str | None: ...
+
+
+def compile_name(wanted: CompileMode) -> str | None:
+    """What a user calls this mode; None: nothing is compiled."""
+    return "default" if wanted is True else wanted or None
+
+
+def torch_compile_mode(wanted: CompileMode, device: str, *, graphs: bool, deterministic: bool) -> str | None:
+    """The `mode` of torch.compile on a device of this type; None: nothing is compiled.
+
+    CUDA graphs are always ours, which any thread launches: torch keeps its own to the thread that captured them.
+    Raises `UsageError` for a mode that cannot be had.
+    """
+    if wanted == "reduce-overhead" and device == "cpu":
+        raise UsageError("-B compile=reduce-overhead launches CUDA graphs, and a CPU has none. Use -B compile=default.")
+    if wanted == "reduce-overhead" and not graphs:
+        raise UsageError(
+            "-B compile=reduce-overhead launches CUDA graphs, and -B graphs=false does not. Leave one of them out."
+        )
+    if wanted == "max-autotune" and deterministic:
+        raise UsageError(
+            "-B compile=max-autotune chooses kernels by their time, and the next run may choose others, of other bits. "
+            "Use -B compile=default, or leave --deterministic out."
+        )
+    if wanted == "max-autotune":
+        return "max-autotune-no-cudagraphs" if device == "cuda" else "max-autotune"
+    return "default" if wanted else None
 
 
 def complaint_of(given: ForwardOptions, layers_serve: bool = False) -> str | None:
@@ -235,7 +269,8 @@ def complaint_of(given: ForwardOptions, layers_serve: bool = False) -> str | Non
             "Leave one of them out"
         )
     if given.compile:
-        return f"compile=true compiles a whole model, and parallel={given.parallel} cuts it. Leave one of them out"
+        mode = "true" if given.compile is True else given.compile
+        return f"compile={mode} compiles a whole model, and parallel={given.parallel} cuts it. Leave one of them out"
     if given.parallel == "layers" and (given.in_flight or 1) > 1:
         return (
             f"in_flight={given.in_flight} batches at once, and with parallel=layers there is one. Use "

@@ -32,6 +32,7 @@ from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.forward_leaves import LeavesForward
 from gpuinfer.models.forward_leaves_cuda import CudaLeavesForward
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
+from gpuinfer.models.model_options import CompileMode, compile_name, torch_compile_mode
 from gpuinfer.models.networks import unpack
 from gpuinfer.models.out_of_memory import (
     LARGEST,
@@ -71,7 +72,7 @@ class ForwardTuning(Protocol):
     @property
     def compute(self) -> str: ...
     @property
-    def compile(self) -> bool: ...
+    def compile(self) -> CompileMode: ...
     @property
     def graphs(self) -> bool: ...
 
@@ -109,25 +110,29 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         device = torch.device("cpu")  # where a function of arrays computes
     computed = computed_in(setup.dtype, tuning.compute, device.type == "cpu")
     compute = resolve_dtype(computed)
+    compile_mode = torch_compile_mode(
+        tuning.compile, device.type, graphs=tuning.graphs, deterministic=setup.deterministic
+    )
     limits = limits_for(device, setup, tuning, roofline)
     divide_cores(setup, tuning)
     keep_freed_memory(LARGEST_OF_ROWS if device.type == "cpu" else LARGEST)
     module = build(spec, device=device, dtype=dtype, seed=setup.seed, compute=compute)
     gauge, threads = Gauge(device), threads_for(setup, tuning)
-    in_force = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
+    in_force: dict[str, Any] = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
+    in_force |= {"compile": compile_name(tuning.compile)} if compile_mode else {}
     reading = {"computes_in": computed, "threads": computing_threads(device, threads), "in_force": in_force}
 
     def read_device() -> Mapping[str, Any]:
         return {**gauge.read(), **reading}
 
     if spec.layout is not None:
-        leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute)
+        leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute, compile_mode)
         quick = device.type == "cpu" and not tuning.compile and waits_for_nothing(module)
         pin, seconds_of = partial(register, device=device), leaves.seconds_of if quick else None
         return Opened(spec, limits, leaves, found, read_device, pin, seconds_of=seconds_of)
     answer = probe(module, spec, device=device, dtype=compute)
-    if tuning.compile:
-        module = torch_compiled(module, spec, device, compute)
+    if compile_mode is not None:
+        module = torch_compiled(module, spec, device, compute, compile_mode, tuning.compile)
     forward: CpuForward | CudaForward
     if device.type == "cuda":
         chunk_rows = tuning.chunk_rows or (DETERMINISTIC_CHUNK_ROWS if setup.deterministic else limits.max_rows)
@@ -143,7 +148,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         )
     else:
         # A compiled module is compiled again for each new batch size: give it one.
-        fixed_shape = setup.deterministic or tuning.compile
+        fixed_shape = setup.deterministic or compile_mode is not None
         bits = spec.inputs if spec.input_dtype == BITS else None
         forward = CpuForward(
             module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits, whose=network_title(spec)
@@ -175,8 +180,11 @@ def open_leaves(
     limits: Limits,
     device: torch.device,
     dtype: torch.dtype,
+    compile_mode: str | None = None,
 ) -> tuple[LeavesForward, AnswerLayout]:
-    """The forward of rows of any shape, tried. Raises `UsageError` when the model does not take such rows."""
+    """The forward of rows of any shape, tried. `compile_mode`: of `torch_compile_mode`.
+
+    Raises `UsageError` when the model does not take such rows."""
     chunk_rows = tuning.chunk_rows or (FIXED_CHUNK_ROWS[device.type] if setup.deterministic else limits.max_rows)
     options: dict[str, Any] = {
         "chunk_rows": min(chunk_rows, limits.max_rows),
@@ -192,9 +200,9 @@ def open_leaves(
 
     leaves = opened(module)
     found = leaves.answer_layout()
-    if tuning.compile:
-        leaves = opened(torch.compile(module))  # type: ignore[arg-type]
-        with refusing_to_compile(spec):
+    if compile_mode is not None:
+        leaves = opened(torch.compile(module, mode=compile_mode))  # type: ignore[arg-type]
+        with refusing_to_compile(spec, tuning.compile):
             leaves.answer_layout()
     return leaves, found
 
@@ -265,7 +273,7 @@ def cores_of(setup: Setup) -> int:
 
 
 @contextlib.contextmanager
-def refusing_to_compile(spec: ModelSpec) -> Iterator[None]:
+def refusing_to_compile(spec: ModelSpec, wanted: CompileMode) -> Iterator[None]:
     """Around the first call of a compiled module."""
     try:
         yield
@@ -273,15 +281,17 @@ def refusing_to_compile(spec: ModelSpec) -> Iterator[None]:
         raised = error.__cause__ if isinstance(error, UsageError) and error.__cause__ is not None else error
         raise UsageError(
             f"torch.compile cannot compile model '{spec.name}' here: {type(raised).__name__}: {first_line(raised)}. "
-            "Leave -B compile=true out, or install a C++ compiler."
+            f"Leave -B compile={compile_name(wanted)} out, or install a C++ compiler."
         ) from error
 
 
-def torch_compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def torch_compiled(
+    module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype, mode: str, wanted: CompileMode
+) -> nn.Module:
     """The module through torch.compile, tried. Raises `UsageError` when that does not work here."""
     unpack(module)
-    fast: Any = torch.compile(module)
-    with refusing_to_compile(spec), torch.inference_mode():
+    fast: Any = torch.compile(module, mode=mode)
+    with refusing_to_compile(spec, wanted), torch.inference_mode():
         fast(torch.ones(2, spec.inputs, device=device, dtype=dtype))
     return fast  # type: ignore[no-any-return]
 

@@ -42,6 +42,7 @@ class EnvironmentSection(TypedDict):
         str,
         about("the number format of the arithmetic: not that of the weights where the processor has no products of it"),
     ]
+    compile: Annotated[str | None, about("the mode of torch.compile (-B compile); null where nothing is compiled")]
     seed: int
 
 

@@ -180,6 +180,7 @@ def environment(setup: Setup, device: Mapping[str, Any]) -> EnvironmentSection:
         "cpu_count": machine.cores(),
         "dtype": setup.dtype,
         "computes_in": device.get("computes_in") or setup.dtype,
+        "compile": (device.get("in_force") or {}).get("compile"),
         "seed": setup.seed,
     }
 

@@ -17,24 +17,28 @@ from gpuinfer.errors import BadResult, unwrap
 from gpuinfer.generation import Generation, Part, Prompt
 
 MOST_UNDER_WAY = 16_384  # rows, but for backends that take more at once
-TRIES = 2000  # at a queue that is full
+TRIES = 2000  # at a queue that is full, as others may ask the same backend
+LEAST_S = 1e-3  # of a timeout that is over
 
 
 class PromptRequester:
-    """Sends prompts with at most `rows` rows under way in total; a request has at most `widest` rows. `request`: what
-    else `infer` is told of each, such as its priority.
+    """Sends prompts with at most `rows` rows under way in total; a request has at most `widest` rows. `tries`: how
+    often a request is sent at most while the queue is full. `request`: what else `infer` is told of each, such as its
+    priority. A `timeout` counts from when a prompt is asked, for all of its requests together.
     """
 
-    def __init__(self, infer: Infer, rows: int, widest: int, **request: Any) -> None:
-        self._infer, self._room, self._widest, self._request = infer, RowBudget(rows), widest, request
+    def __init__(self, infer: Infer, rows: int, widest: int, *, tries: int = TRIES, **request: Any) -> None:
+        self._infer, self._room, self._widest, self._tries = infer, RowBudget(rows), widest, tries
+        self._timeout, self._request = request.pop("timeout", None), request
 
     async def ask(self, prompt: Prompt, reads: Callable[[Part], None] | None = None) -> Generation:
-        """Raises what `infer` raises; a full queue is tried again, as others may ask the same backend.
+        """Raises what `infer` raises.
 
         `reads` is told the parts of the answer as they come.
         """
+        until = None if self._timeout is None else asyncio.get_running_loop().time() + self._timeout
         if prompt.samples <= self._widest:
-            return await self._one(prompt, reads)
+            return await self._one(prompt, reads, until)
         first, end = prompt.first_sample, prompt.first_sample + prompt.samples
         try:
             async with asyncio.TaskGroup() as group:
@@ -42,7 +46,7 @@ class PromptRequester:
                 for start in range(first, end, self._widest):  # draws the same answers as the whole
                     count = min(self._widest, end - start)
                     piece = msgspec.structs.replace(prompt, first_sample=start, samples=count)
-                    tasks.append(group.create_task(self._one(piece, _shifted(reads, start - first))))
+                    tasks.append(group.create_task(self._one(piece, _shifted(reads, start - first), until)))
         except BaseExceptionGroup as errors:
             raise unwrap(errors) from None
         pieces = [task.result() for task in tasks]
@@ -53,25 +57,28 @@ class PromptRequester:
             seconds=max(piece.seconds for piece in pieces),
         )
 
-    async def _one(self, prompt: Prompt, reads: Callable[[Part], None] | None) -> Generation:
+    async def _one(self, prompt: Prompt, reads: Callable[[Part], None] | None, until: float | None) -> Generation:
         rows = prompt.samples
+
+        async def send() -> Any:
+            left: dict[str, Any] = (
+                {} if until is None else {"timeout": max(LEAST_S, until - asyncio.get_running_loop().time())}
+            )
+            if reads is None:
+                return await self._infer(prompt, rows=rows, **self._request, **left)
+            async with self._infer.stream(prompt, rows=rows, **self._request, **left) as stream:
+                async for part in stream:
+                    reads(part)
+                return stream.result
+
         taken = await self._room.take(rows)
         try:
-            if reads is None:
-                found = await retry_when_full(lambda: self._infer(prompt, rows=rows, **self._request), TRIES)
-            else:
-                found = await retry_when_full(lambda: self._read(prompt, reads), TRIES)
+            found = await retry_when_full(send, self._tries)
         finally:
             self._room.give(taken)
         if type(found) is not Generation or len(found.completions) != rows:
             raise BadResult(f"the backend answered a prompt of {rows} samples with {found!r:.80}. Use another backend.")
         return found
-
-    async def _read(self, prompt: Prompt, reads: Callable[[Part], None]) -> Any:
-        async with self._infer.stream(prompt, rows=prompt.samples, **self._request) as stream:
-            async for part in stream:
-                reads(part)
-            return stream.result
 
 
 def _shifted(reads: Callable[[Part], None] | None, first: int) -> Callable[[Part], None] | None:

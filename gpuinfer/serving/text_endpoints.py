@@ -23,6 +23,7 @@ from gpuinfer.runtime.session import Session
 from gpuinfer.serving.openai.requests import BadRequest, ParsedRequest, PromptDefaults, RequestReader, unreadable
 from gpuinfer.serving.openai.responses import Chunks, Envelope, response
 from gpuinfer.serving.openai.schema import MOST_TOKENS, Samples, Seed, Some, Temperature
+from gpuinfer.serving.prompt_requests import PromptRequester
 from gpuinfer.serving.request import (
     FAILED_HERE,
     MOST_PROMPTS,
@@ -173,8 +174,16 @@ def join_generations(answers: Sequence[Generation]) -> Generation:
 async def send_whole(
     service: ModelService, exchange: Exchange, asking: RequestContext, prompts: Sequence[Prompt]
 ) -> Generation:
-    """The answers to all prompts as one, accounted for."""
-    works = [service.session(one, rows=one.samples, **session_arguments(asking)) for one in prompts]
+    """The answers to all prompts as one, accounted for. A prompt with more samples than the model answers at once is
+    answered in parts, of which one is waiting while another is computed.
+    """
+    asker = PromptRequester(service.session, 2 * service.widest, service.widest, tries=1, **session_arguments(asking))
+    works = [
+        service.session(one, rows=one.samples, **session_arguments(asking))
+        if one.samples <= service.widest
+        else asker.ask(one)
+        for one in prompts
+    ]
     if len(works) == 1:
         answers: Generation = await works[0]
     else:
@@ -307,7 +316,7 @@ _decoder = msgspec.json.Decoder(PredictBody)
 
 
 def predictions(service: ModelService) -> Work:
-    """The work of /predict."""
+    """The work of /predict. More samples than the model answers at once are answered in parts."""
 
     async def work(exchange: Exchange, asking: RequestContext) -> None:
         try:
@@ -323,7 +332,7 @@ def predictions(service: ModelService) -> Work:
         prompt = Prompt(text=asked.prompt, sampling=sampling, samples=asked.num_samples, key=key)
         if adapter is not None:
             prompt = msgspec.structs.replace(prompt, adapter=adapter)
-        check_request(prompt, service.widest)
+        check_request(prompt, prompt.samples)
         found = await send_whole(service, exchange, asking, [prompt])
         samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
         exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))

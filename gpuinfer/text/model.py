@@ -31,7 +31,7 @@ SHORT = 4096  # characters of a short prompt: about a millisecond
 LONG = 100_000  # characters of a prompt for which others do not wait
 COMPILERS = 4  # threads for prompts that may take seconds: long ones, and those with a constraint
 # Facts that are the values of a backend's options.
-OPTIONS = ("slots", "pages", "context", "step_tokens", "weights", "speculate", "threads", "stages")
+OPTIONS = ("slots", "pages", "context", "step_tokens", "weights", "compile", "speculate", "threads", "stages")
 REPORTED = (  # counters; those of diffusion models come besides
     *("steps", "seconds", "prompt_tokens", "output_tokens", "held_s", "echoing_s", "faults", "first_touch_s"),
     *("flops", "bytes", "attention_flops", "prefill_flops", "prefill_bytes"),

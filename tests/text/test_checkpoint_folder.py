@@ -94,7 +94,7 @@ def test_shards_and_one_file_are_the_same_model():
     one, other = opened(whole), opened(cut)
     assert one.fingerprint == other.fingerprint
     assert same_weights(one.weights(torch.float32), other.weights(torch.float32))
-    assert (one.language.folder, one.language.characters, one.language.bytes) == (whole, None, False)
+    assert (one.language.folder, one.language.vocabulary, one.language.bytes) == (whole, None, False)
 
 
 PREFIXES = {"llama": "model.", "gpt2": "transformer.", "llada": "model.transformer.", "llada2": "model."}

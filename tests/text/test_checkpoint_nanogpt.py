@@ -17,7 +17,7 @@ from text.tiny import tiny_checkpoint
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.nanogpt import read_characters
+from gpuinfer.text.checkpoint.nanogpt import read_vocabulary
 from gpuinfer.text.checkpoint.pickle_reader import read_pickle
 
 ALPHABET = "\n !abcdefghijklmnopqrstuvwxyzé東"
@@ -99,10 +99,10 @@ def test_variants_of_the_file_are_read(tmp_path):
 
 def test_the_alphabet_lies_beside_the_file_or_is_named_or_a_tokenizer_replaces_it(tmp_path):
     path, folder = saved(tmp_path), tiny_checkpoint("gpt2")
-    assert opened(path).language.characters == tuple(ALPHABET)
+    assert opened(path).language.vocabulary == tuple(ALPHABET)
     named = tmp_path / "letters.json"
     named.write_text(json.dumps({"itos": {str(n): one for n, one in enumerate(ALPHABET.upper())}}))
-    assert opened(path, named).language.characters == tuple(ALPHABET.upper())
+    assert opened(path, named).language.vocabulary == tuple(ALPHABET.upper())
     for tokenizer in (folder, folder / "tokenizer.json"):
         assert opened(path, tokenizer).language.folder == folder
     first, again = (opened(saved(tmp_path)).fingerprint for _ in range(2))
@@ -145,10 +145,10 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     for content in (b"", b"hello", whole[: len(whole) // 2], whole[:-30], b"\x80\x02" + whole):
         path.write_bytes(content)
         assert "cannot read" in refusal(path)
-    assert "100 characters" in refusal(saved(tmp_path, meta={"itos": {n: chr(97 + n) for n in range(100)}}))
+    assert "100 tokens" in refusal(saved(tmp_path, meta={"itos": {n: chr(97 + n) for n in range(100)}}))
     with (tmp_path / "meta.pkl").open("wb") as file:
         file.truncate(1 << 30)
-    assert "too much for an alphabet" in refusal(path)
+    assert "too much for a vocabulary" in refusal(path)
     (tmp_path / "meta.pkl").unlink()
     assert "--meta" in refusal(path)
 
@@ -240,12 +240,13 @@ def test_a_pickle_is_read_as_it_was_written_and_read_or_refused_once_damaged(
 @pytest.mark.parametrize("meta", [{"itos": ["a", "b"]}, {"itos": {"0": "a", "1": "b"}}, {"stoi": {"a": 0, "b": 1}}])
 def test_an_alphabet_in_json_is_read(meta, tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps({**meta, "vocab_size": 2}))
-    assert read_characters(tmp_path / "meta.json") == ("a", "b")
+    assert read_vocabulary(tmp_path / "meta.json").vocabulary == ("a", "b")
 
 
 BAD_ALPHABETS = [
-    *({"itos": one} for one in ({"0": "a", "2": "b"}, {"0": "a", "00": "b"}, ["a", "a"], ["a", "bc"], ["a", 3], [])),
+    *({"itos": one} for one in ({"0": "a", "2": "b"}, {"0": "a", "00": "b"}, ["a", "a"], ["a", 3], [])),
     *({"stoi": one} for one in ({"a": True, "b": 0}, {"a": [0]})),
+    {"itos": ["a", "b"], "separator": 3},
     {},
 ]
 
@@ -254,4 +255,4 @@ BAD_ALPHABETS = [
 def test_an_alphabet_that_is_none_is_refused(meta, tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(UsageError, match="Give the meta file"):
-        read_characters(tmp_path / "meta.json")
+        read_vocabulary(tmp_path / "meta.json")

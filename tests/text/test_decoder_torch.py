@@ -95,7 +95,7 @@ def test_the_cache_takes_memory_where_it_is_written():
 )
 def test_what_torch_compiles_gives_what_is_not_compiled(monkeypatch, way):
     if way == "traced":
-        monkeypatch.setattr(torch, "compile", lambda function: torch._dynamo.optimize("eager")(function))
+        monkeypatch.setattr(torch, "compile", lambda function, mode: torch._dynamo.optimize("eager")(function))
     compiled, plain = decoder(compile=True), decoder()
     first = step_of((0, 0, TOKENS[:40]), (1, 0, OTHER[:3]))
     for step in (first, step_of((0, 40, [5]), (1, 3, [6])), step_of((1, 4, [8]))):
@@ -106,8 +106,8 @@ def test_a_compiler_that_fails_is_named_with_its_words(monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no C++ compiler found\nand a long story")
 
-    monkeypatch.setattr(torch, "compile", lambda function: fail)
-    said = r"RuntimeError: no C\+\+ compiler found\. It needs.*leave out -B compile=true"
+    monkeypatch.setattr(torch, "compile", lambda function, mode: fail)
+    said = r"RuntimeError: no C\+\+ compiler found\. It needs.*leave out -B compile"
     with pytest.raises(UsageError, match=said):
         decoder(compile=True)
 

@@ -28,7 +28,7 @@ from gpuinfer.text.diffusion.decoders import schedule
 from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
 from gpuinfer.text.diffusion.unmasking_decoder import Decision, Edited, UnmaskingDecoder
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.language.vocabulary import Vocabulary
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "block_refinement.json").read_text())["cases"]
@@ -43,7 +43,7 @@ def decoder(name: str, **options) -> UnmaskingDecoder:
 def filled(model, prompt, length, *, block=None, seed=None, **how):
     """The tokens that a generator answers with over whole canvases, and its forwards. `block`: it is block-causal."""
     made = ToyMasks(model, block)
-    language = Language(Characters(tuple(map(chr, range(200, 200 + VOCABULARY)))), VOCABULARY, ())
+    language = Language(Vocabulary(tuple(map(chr, range(200, 200 + VOCABULARY)))), VOCABULARY, ())
     generator = DiffusionGenerator(made, language, seed=0, end_tokens=(), step_tokens=512, threads=1)
     sampling = Sampling(
         max_tokens=length, temperature=0.0, ignore_eos=True, seed=seed, unmasking=Unmasking(cache="none", **how)

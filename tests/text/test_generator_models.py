@@ -25,7 +25,7 @@ from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
 from gpuinfer.text.generator import Generator, open_generator
 from gpuinfer.text.generator.setup import fit_to_memory
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.language.vocabulary import Vocabulary
 from gpuinfer.text.text_options import TorchModelOptions
 
 TEXTS = [
@@ -113,7 +113,7 @@ def test_a_prompt_whose_logits_are_nan_does_not_spoil_what_others_share_with_it(
     found = []
     for prompts in (asked, asked[1:]):
         decoder = make(shape, weights, torch.float32, slots=4, length=256)
-        generator = Generator(decoder, Language(Characters(tuple(map(chr, range(97, 157)))), 61, (60,)), **how)
+        generator = Generator(decoder, Language(Vocabulary(tuple(map(chr, range(97, 157)))), 61, (60,)), **how)
         found.append([outcome for prompt in prompts for outcome in run(generator, [prompt])])
         generator.close()
     [failed, *outcomes], expected = found

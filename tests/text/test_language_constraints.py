@@ -29,7 +29,7 @@ def languages(tmp_path_factory) -> dict[str, Language]:
         "byte fallback": language(at / "b", byte_fallback(), 5, tokenizer_config={"eos_token": "</s>"}),
         "metaspace": language(at / "c", byte_fallback(True), 0, tokenizer_config={"eos_token": "</s>"}),
         "bytes": open_language(LanguageFiles(bytes=True), shape(320, end_tokens=(256, 257))),
-        "characters": open_language(LanguageFiles(characters=ALPHABET), shape(64)),  # no end token
+        "characters": open_language(LanguageFiles(vocabulary=ALPHABET), shape(64)),  # no end token
     }
 
 

@@ -92,8 +92,8 @@ def test_end_tokens_come_from_all_files_that_name_them(tmp_path):
 def test_an_empty_prompt_is_the_token_that_begins_texts_or_is_refused(tmp_path):
     for files, more, beginning in (
         (LanguageFiles(bytes=True), {"end_tokens": (256,)}, 256),  # after an end
-        (LanguageFiles(characters=("a", "\n")), {}, 1),  # on a new line
-        (LanguageFiles(characters=("a", "b")), {"beginning_token": 0}, 0),  # as the model says
+        (LanguageFiles(vocabulary=("a", "\n")), {}, 1),  # on a new line
+        (LanguageFiles(vocabulary=("a", "b")), {"beginning_token": 0}, 0),  # as the model says
     ):
         (tokens,) = open_language(files, shape(260, **more)).encode([Prompt(text="")])
         assert (tokens.tolist(), tokens.dtype) == ([beginning], np.int32)
@@ -138,7 +138,7 @@ def test_a_tokenizer_larger_than_the_model_and_letters_that_an_alphabet_lacks(tm
     opened = open_language(LanguageFiles(path), shape(size - 1))
     assert f"token {size - 1}" in refusal(opened, Prompt(text="a<tool call>"))
     assert len(encoded(opened, "the fox")) == 1
-    opened = open_language(LanguageFiles(characters=tuple("abc ")), shape(4))
+    opened = open_language(LanguageFiles(vocabulary=tuple("abc ")), shape(4))
     assert encoded(opened, "a cab") == [[0, 3, 2, 0, 1]]
     assert opened.decode([2, 0, 1, 9]) == "cab"
     assert "'f', 'o', 'x', ',', 'd', …" in refusal(opened, Prompt(text="a fox, a dog"))

@@ -17,7 +17,9 @@ from gpuinfer.text.language.tokenizer import Subwords
 TOKENIZERS = {kind: Tokenizer.from_str(make()) for kind, make in KINDS.items()}
 LANGUAGES = {kind: Language(Subwords(one), one.get_vocab_size()) for kind, one in TOKENIZERS.items()}
 LANGUAGES["bytes"] = open_language(LanguageFiles(bytes=True), shape(260, end_tokens=(256,)))
-LANGUAGES["characters"] = open_language(LanguageFiles(characters=tuple("abc de\né日😀")), shape(16))
+LANGUAGES["characters"] = open_language(LanguageFiles(vocabulary=tuple("abc de\né日😀")), shape(16))
+LANGUAGES["words"] = open_language(LanguageFiles(vocabulary=("e4", "e5", "\n", "<|endoftext|>", "é東")), shape(8))
+LANGUAGES["pieces"] = open_language(LanguageFiles(vocabulary=("e", "e4", " e5", " ", "<|endoftext|>")), shape(8))
 TEXTS = ["hello 日本 😀😀", "  two spaces", "é\tü", "e4 e5 Nf3", "�", "{ the lo: a b"]
 
 

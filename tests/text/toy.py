@@ -24,7 +24,7 @@ from gpuinfer.text.generator.answer import versions_until
 from gpuinfer.text.generator.page_pool import pages_for
 from gpuinfer.text.language.grammar import words_of
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.language.vocabulary import Vocabulary
 from gpuinfer.text.model import TextModel
 from gpuinfer.text.multi_device import TextDevices
 from gpuinfer.text.sampling import Sampler
@@ -195,7 +195,7 @@ def logits_of(histories: np.ndarray) -> torch.Tensor:
 
 
 def toy_language() -> Language:
-    return Language(Characters(tuple(LETTERS)), VOCABULARY, (END,), beginning=LETTERS.index(" "))
+    return Language(Vocabulary(tuple(LETTERS)), VOCABULARY, (END,), beginning=LETTERS.index(" "))
 
 
 def toy_generator(

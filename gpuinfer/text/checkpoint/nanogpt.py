@@ -1,10 +1,11 @@
 """Opens nanoGPT's `model.pt` (Karpathy 2022), which holds "model" and "model_args" or "config".
 
-The alphabet of a character-level model is a file beside it: nanoGPT's meta.pkl, or the same as JSON.
+The vocabulary of a model without a tokenizer is a file beside it: nanoGPT's meta.pkl, or the same as JSON.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,20 +22,19 @@ from gpuinfer.text.checkpoint.safetensors_folder import tensors_differ
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, check_store
 from gpuinfer.text.transformer import Shape
 
-MOST_BYTES = 4 << 20  # of a meta.pkl: all of Unicode fits
+MOST_BYTES = 32 << 20  # of a meta.pkl
 
 
-def read_characters(path: Path) -> tuple[str, ...]:
-    """Token i is the i-th character. The file holds `itos` (ids → characters, or a list of them) or `stoi`.
-
-    Raises `UsageError`.
+def read_vocabulary(path: Path) -> LanguageFiles:
+    """The file holds `itos` (ids → texts, or a list of them) or `stoi`, and may hold `separator`. All else in it is
+    passed over. Raises `UsageError`.
     """
     if path.suffix == ".json":
         meta = read_json(path)
     else:
         try:
             if path.stat().st_size > MOST_BYTES:
-                raise UsageError(f"{path} is over {MOST_BYTES >> 20} MiB, too much for an alphabet. Check --meta.")
+                raise UsageError(f"{path} is over {MOST_BYTES >> 20} MiB, too much for a vocabulary. Check --meta.")
             meta = read_pickle(path.read_bytes())
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}. Check --meta.") from None
@@ -43,17 +43,20 @@ def read_characters(path: Path) -> tuple[str, ...]:
                 f"{path} is no plain meta.pkl: {error}. Save it again as JSON, with itos and stoi."
             ) from None
     pairs = _pairs(meta)
-    characters = [pairs.get(number) for number in range(len(pairs))]
+    texts = [pairs.get(number) for number in range(len(pairs))]
+    separator = meta.get("separator") if isinstance(meta, Mapping) else None
     wanted = ""
     if not pairs or sorted(pairs) != list(range(len(pairs))):
-        wanted = "ids from 0 on, each with its character"
-    elif not all(isinstance(one, str) and len(one) == 1 for one in characters):
-        wanted = "single characters; for other tokens give a folder with a tokenizer.json"
-    elif len(set(characters)) != len(characters):
-        wanted = "each character once"
+        wanted = "ids from 0 on, each with its text"
+    elif not all(isinstance(one, str) for one in texts):
+        wanted = "texts alone; for other tokens give a folder with a tokenizer.json"
+    elif len(set(texts)) != len(texts):
+        wanted = "each text once"
+    elif not isinstance(separator, str | None):
+        wanted = "a text as its `separator`"
     if wanted:
         raise UsageError(f"{path} does not hold {wanted}. Give the meta file that the model was trained with.")
-    return tuple(str(one) for one in characters)
+    return LanguageFiles(vocabulary=tuple(map(str, texts)), separator=separator)
 
 
 def _pairs(meta: Any) -> dict[int, Any]:
@@ -82,12 +85,13 @@ WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DistributedDataPa
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
 BLOCK, PRODUCTS = "transformer.h.", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 GPT2_END = 50256
-ALPHABETS = ("meta.json", "meta.pkl")
+VOCABULARIES = ("meta.json", "meta.pkl")
 TOKENIZERS = ("tokenizer.json", "vocab.json")
 
 
 def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
-    """`meta`: a file with the characters, or a folder with a tokenizer; None: found beside the checkpoint.
+    """`meta`: a file with the vocabulary, or a folder with a tokenizer; None: found beside the checkpoint, or where
+    nanoGPT has it, in `data` beside the checkpoint's folder.
 
     Raises `UsageError`.
     """
@@ -102,14 +106,15 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         tensors[own] = tensor
     store = TensorStore(str(path), tensors)
     shape = _shape(content, path, store)
-    found = meta or next((path.parent / one for one in ALPHABETS if (path.parent / one).is_file()), path.parent)
+    places = (folder / one for folder in (path.parent, *_data_folder(content, path)) for one in VOCABULARIES)
+    found = meta or next((one for one in places if one.is_file()), path.parent)
     folder = found.parent if found.name in TOKENIZERS else found
     if not folder.is_dir():
-        language, files = LanguageFiles(characters=read_characters(found)), [found]
-        count = len(language.characters or ())
+        language, files = read_vocabulary(found), [found]
+        count = len(language.vocabulary or ())
         if count > shape.vocabulary:
             raise UsageError(
-                f"the alphabet has {count} characters, {path} knows {shape.vocabulary} tokens. "
+                f"{found} has {count} tokens, {path} knows {shape.vocabulary}. "
                 "Give the --meta file that it was trained with."
             )
     elif any((folder / one).is_file() for one in TOKENIZERS):
@@ -117,7 +122,7 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         shape = replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
     else:
         raise UsageError(
-            f"{path} does not say which token is which character. Give --meta meta.pkl (or meta.json, or a folder with "
+            f"{path} does not say which token is which text. Give --meta meta.pkl (or meta.json, or a folder with "
             "the tokenizer.json that it was trained with)."
         )
     layout = Gpt2Layout(
@@ -137,6 +142,14 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         store=store,
         language=language,
     )
+
+
+def _data_folder(content: Mapping[str, Any], path: Path) -> list[Path]:
+    """Where nanoGPT's sample.py looks for the meta.pkl of a checkpoint that train.py saved: `data/DATASET`."""
+    config = content.get("config")
+    dataset = config.get("dataset") if isinstance(config, Mapping) else None
+    named = isinstance(dataset, str) and re.fullmatch(r"\w[\w.-]*", dataset)
+    return [path.absolute().parent.parent / "data" / str(dataset)] if named else []
 
 
 def _shape(content: Mapping[str, Any], path: Path, store: TensorStore) -> Shape:

@@ -19,6 +19,7 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import memory_available
 from gpuinfer.models.cuda_graphs import release_cached_memory, wait_for_device
+from gpuinfer.models.model_options import CompileMode
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
 from gpuinfer.text.checkpoint.memory_estimate import (
     SAMPLING_COPIES,
@@ -291,7 +292,7 @@ def open_sized(
     length: int,
     threads: int,
     deterministic: bool,
-    compile: bool,
+    compile: CompileMode,
     graphs: bool,
     step_tokens: int = STEP_TOKENS,
     sharing: int = 1,
@@ -337,7 +338,7 @@ def open_sized(
     if bits and shape.experts and not own:
         raise UsageError(
             f"-B weights={quantised}: experts are quantised on a CPU by our own kernels alone. Use --device cpu "
-            "without compile=true, or leave weights out."
+            "without compile, or leave weights out."
         )
     weights = checkpoint.weights(weights_dtype, by_layer=True)  # so they are never in memory twice
 
@@ -401,7 +402,7 @@ def open_traced(
     return opened(checkpoint.model(dtype), device, dtype, slots=sizing.slots, pages=sizing.pages), sizing
 
 
-def own_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, compile: bool) -> bool:
+def own_kernels(shape: Shape, dtype: torch.dtype, device: torch.device, compile: CompileMode) -> bool:
     """Whether our own kernels compute a step; else torch does."""
     native = shape.decoder == "native" and shape.layers > 0
     return device.type == "cpu" and not compile and native and kernels_for(dtype)

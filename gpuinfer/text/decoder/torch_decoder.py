@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpuinfer.models.cuda_graphs import event_behind, keep_for_steps, release_cached_memory
+from gpuinfer.models.model_options import CompileMode, torch_compile_mode
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
 from gpuinfer.text.decoder.attention_plan import Integers, PrefixPlanner, adapters_of, sees_of, segments_of
@@ -72,7 +73,7 @@ class TorchDecoder:
         length: int,
         deterministic: bool = False,
         bits: int | None = None,
-        compile: bool = False,
+        compile: CompileMode = False,
         graphs: bool = True,
         kernels: bool | None = None,
         share: bool = True,
@@ -90,19 +91,19 @@ class TorchDecoder:
             self._layers = self._chosen_layers(compile, kernels)
         self.resize(slots, pages)
 
-    def _chosen_layers(self, compile: bool, kernels: bool | None) -> PlainLayers | TritonLayers:
+    def _chosen_layers(self, wanted: CompileMode, kernels: bool | None) -> PlainLayers | TritonLayers:
         shape, device = self.shape, self.device
         mix: Mix = whole_mix if self.deterministic else sorted_mix
-        mix = left_uncompiled(mix) if compile else mix
+        mode = torch_compile_mode(wanted, device.type, graphs=self._graphs, deterministic=self.deterministic)
+        mix = left_uncompiled(mix) if mode else mix
         cosines, sines = torch_layers.angles(shape, self.length, device) or (None, None)
         attention = plain_attention if self.deterministic and device.type == "cpu" else scaled_dot_product_attention
-        plain = PlainLayers(
-            shape, mix, cosines, sines, attention, compile_on_call if compile else lambda function: function
-        )
-        if compile:
+        compiled = partial(compile_on_call, mode=mode) if mode else lambda function: function
+        plain = PlainLayers(shape, mix, cosines, sines, attention, compiled)
+        if mode:
             try_compiled(partial(plain.try_once, self._weights, rows=2))
         if kernels is None:
-            kernels = device.type == "cuda" and not compile and triton_layers.has_triton()
+            kernels = device.type == "cuda" and not mode and triton_layers.has_triton()
         if not kernels:
             return plain
 

@@ -392,9 +392,9 @@ def write_plan(plan: PrefixPlan | None, items: Integers, prefixes: Integers) -> 
 Result = TypeVar("Result")
 
 
-def compile_on_call(function: Callable[..., Result]) -> Callable[..., Result]:
-    """`function`, compiled when it is first called, for all layers together."""
-    result: Callable[..., Result] = torch.compile(function)
+def compile_on_call(function: Callable[..., Result], mode: str) -> Callable[..., Result]:
+    """`function`, compiled in this mode of torch.compile when it is first called, for all layers together."""
+    result: Callable[..., Result] = torch.compile(function, mode=mode)
     return result
 
 
@@ -415,5 +415,5 @@ def try_compiled(trial: Callable[[], object]) -> None:
             raise
         raise UsageError(
             f"torch.compile cannot compile this model here: {type(error).__name__}: {first_line(error)}. "
-            "It needs a C++ compiler on the CPU and Triton on a GPU: install them, or leave out -B compile=true."
+            "It needs a C++ compiler on the CPU and Triton on a GPU: install them, or leave out -B compile."
         ) from error

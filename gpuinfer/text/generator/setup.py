@@ -18,6 +18,7 @@ from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host.machine import cores
 from gpuinfer.host.process_memory import return_free_memory
 from gpuinfer.models.device import resolve_device, resolve_devices, resolve_dtype
+from gpuinfer.models.model_options import compile_name, torch_compile_mode
 from gpuinfer.models.out_of_memory import keep_freed_memory
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.memory_estimate import refuse_short
@@ -123,6 +124,9 @@ def open_generator(
             wanted.draft, setup, wanted, device, dtype, checked_context(checkpoint.shape, wanted.context)
         )
         beside += draft[0].cache_bytes() if device.type == "cpu" else 0  # it is taken as it is written to
+    torch_compile_mode(  # refused before any weight is read
+        wanted.compile, device.type, graphs=wanted.graphs, deterministic=setup.deterministic
+    )
     own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
     free = sum(map(free_memory, dict.fromkeys(devices)))
     sized = (wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own, wanted.weights)
@@ -176,6 +180,7 @@ def open_generator(
             "context": decoder.length,
             "step_tokens": step_tokens,
             "threads": threads,
+            "compile": compile_name(wanted.compile),
             "speculate": wanted.speculation,
             "draft": wanted.draft,
             "draft_bytes": draft_bytes,

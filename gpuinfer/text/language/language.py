@@ -16,11 +16,11 @@ from gpuinfer.text.language.gguf_tokenizer import gguf_settings, open_gguf_token
 from gpuinfer.text.language.grammar import GrammarMatcher, GrammarMatchers
 from gpuinfer.text.language.tokenizer import (
     Bytes,
-    Characters,
     TokenizerSettings,
     open_subwords,
     read_settings,
 )
+from gpuinfer.text.language.vocabulary import END_OF_TEXT, Vocabulary
 from gpuinfer.text.transformer import Shape
 
 if TYPE_CHECKING:
@@ -174,10 +174,11 @@ def open_language(files: LanguageFiles, shape: Shape) -> Language:
     if files.bytes:
         ends = shape.end_tokens
         return Language(Bytes(), shape.vocabulary, ends, _first(shape.beginning_token, *ends), _templates(files))
-    if files.characters is not None:
-        characters = Characters(files.characters)
-        beginning = _first(shape.beginning_token, characters.token("\n"))  # as nanoGPT begins
-        return Language(characters, shape.vocabulary, shape.end_tokens, beginning)
+    if files.vocabulary is not None:
+        vocabulary = Vocabulary(files.vocabulary, files.separator)
+        ends = tuple(dict.fromkeys((*shape.end_tokens, *vocabulary.hidden)))
+        beginning = _first(shape.beginning_token, *map(vocabulary.token, (END_OF_TEXT, "\n")))  # as nanoGPT begins
+        return Language(vocabulary, shape.vocabulary, ends, beginning)
     if files.gguf is not None:
         codec, settings = open_gguf_tokenizer(files.gguf, shape.family)
     elif files.folder is not None:

@@ -1,5 +1,5 @@
-"""Tokenizers: of Hugging Face folders, through the `tokenizers` library and with the folder's settings; of bytes, for
-the built-in models; and of characters, for nanoGPT.
+"""Tokenizers: of Hugging Face folders, through the `tokenizers` library and with the folder's settings; and of bytes,
+for the built-in models. Vocabularies that are lists of texts: vocabulary.py.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.text.checkpoint.config_keys import read_json
 from gpuinfer.text.language.detokenizer import Encoded, Spelling, bad_unicode, spelling_of
+from gpuinfer.text.language.vocabulary import END_OF_TEXT
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # templates by the names that transformers has for them
@@ -128,7 +128,6 @@ QWEN_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = ("qwen2", "qwen3", "dream", "sdar")  # families that have its vocabulary
-END_OF_TEXT = "<|endoftext|>"
 
 
 class Subwords:
@@ -237,9 +236,6 @@ def _add_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
     tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
 
 
-MOST_NAMED = 5  # missing characters in an error
-
-
 class Bytes:
     """Token i is byte i; higher tokens are special."""
 
@@ -260,33 +256,3 @@ class Bytes:
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         return bytes([token for token in tokens if 0 <= token < 256]).decode("utf-8", "replace")
-
-
-class Characters:
-    """Token i is the i-th character. There are no special tokens."""
-
-    def __init__(self, characters: Sequence[str]) -> None:
-        self._characters = tuple(characters)
-        self._tokens = {character: token for token, character in enumerate(self._characters)}
-        self.size = len(self._characters)
-        pieces = [character.encode("utf-8", "replace") for character in self._characters]
-        self.spelling = self.literal = Spelling(True, lambda token: pieces[token] if 0 <= token < self.size else None)
-        self.hidden: frozenset[int] = frozenset()
-
-    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
-        found: list[Encoded] = []
-        for text in texts:
-            try:
-                found.append(np.array([self._tokens[character] for character in text], np.int32))
-            except KeyError:
-                missing = list(islice(dict.fromkeys(one for one in text if one not in self._tokens), MOST_NAMED + 1))
-                named = ", ".join(map(repr, missing[:MOST_NAMED])) + (", …" if len(missing) > MOST_NAMED else "")
-                lacking = f"the model's alphabet of {self.size} characters lacks {named}"
-                found.append(BadPrompt(f"{lacking}. Leave them out of the prompt."))
-        return found
-
-    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
-        return "".join([self._characters[token] for token in tokens if 0 <= token < self.size])
-
-    def token(self, character: str) -> int | None:
-        return self._tokens.get(character)

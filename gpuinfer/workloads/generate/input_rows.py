@@ -14,7 +14,7 @@ from functools import partial
 
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.serving.openai.row_files import COUNT_BYTES, RowFile, input_files, outside_quotes
-from gpuinfer.serving.openai.row_splitter import Piece
+from gpuinfer.serving.openai.row_splitter import MOST_BYTES, Piece
 
 CHUNK = 256 << 10
 LOOK_S = 0.1  # how long a silent input keeps us from seeing that the run is over
@@ -122,6 +122,34 @@ class InputSource:
         for descriptor in self._owned:
             os.close(descriptor)
         self._owned.clear()
+
+
+PROMPT_FILE = "FILE:"  # before a path, as nanoGPT's sample.py has it
+MOST_PROMPT = MOST_BYTES // 2  # bytes of a file: as JSON a text may be longer
+
+
+def prompt_of_flag(value: str) -> str:
+    """The text that a flag gives as it is, or as `FILE:PATH`, whose whole content is the text.
+
+    Raises `UsageError` for a file that cannot be read.
+    """
+    if not value.startswith(PROMPT_FILE):
+        return value
+    path = value.removeprefix(PROMPT_FILE)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MOST_PROMPT + 1)
+        if len(content) > MOST_PROMPT:
+            raise UsageError(
+                f"--prompt {value}: over {MOST_PROMPT >> 20} MiB, too much for a prompt. Give a shorter one."
+            )
+        return content.decode()
+    except OSError as error:
+        raise UsageError(
+            f"--prompt {value} cannot be read: {error.strerror}. Give a file of one prompt; a file of many is --input."
+        ) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--prompt {value} is not UTF-8. Write it in UTF-8.") from None
 
 
 def texts_as_rows(prompts: Sequence[str]) -> list[bytes]:

@@ -53,7 +53,9 @@ from gpuinfer.workloads.generate.pump import Pump, RowCounts
 class PlaceOptions(api.Options):
     """Where prompts come from, and where answers go."""
 
-    prompt: list[str] = Field([], description="a text to go on with; repeatable", json_schema_extra=REPEATABLE)
+    prompt: list[str] = Field(
+        [], description="a text to go on with, or FILE:PATH of one; repeatable", json_schema_extra=REPEATABLE
+    )
     input: str | None = Field(None, description="prompts: JSONL, JSON, CSV, Parquet; - is standard input")
     prompt_column: str | None = Field(None, description="of a table: the prompts [prompt, messages or text]")
     output: str = Field("-", description="answers: JSONL, FILE.parquet, or FOLDER/; - is standard output")
@@ -95,6 +97,7 @@ class Generate(Workload):
         self.target = "-" if own.test else own.output
         check_model(own, "generate")
         check_text("--prompt", own.prompt)
+        self.prompts = [input_rows.prompt_of_flag(one) for one in own.prompt]
         if own.prompt and own.input is not None:
             raise UsageError("--prompt and --input each say what is asked. Give one of them.")
         if own.input is not None:
@@ -183,7 +186,7 @@ class Generate(Workload):
         )
         try:
             if own.prompt:
-                return input_of_texts(own.prompt), target, settings
+                return input_of_texts(self.prompts), target, settings
             return InputSource(own.input or "-", column=own.prompt_column), target, settings
         except BaseException:
             target.close()
@@ -255,7 +258,7 @@ class Generate(Workload):
             return
         reader, prompts = (
             PromptRowReader(self.defaults()),
-            self.options.prompt[: TEST_ROWS if self.options.test else None],
+            self.prompts[: TEST_ROWS if self.options.test else None],
         )
         rows = [reader.read((number, row)) for number, row in enumerate(texts_as_rows(prompts), 1)]
         showing = AnswerScreen(infer, Namer({}).name(rows))  # their digests are not written

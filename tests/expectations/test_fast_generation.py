@@ -1,0 +1,197 @@
+"""Fast generation from nanoGPT's checkpoints: words as tokens, thousands of matches in a folder, samples in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nanogpt_training
+import pytest
+from forking import Forked, own_environment
+from nanogpt_training import END, OPENING, WORDS, Gpt, saved_matches
+from serving.replica_servers import serving
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import UsageError
+from gpuinfer.models.model_options import torch_compile_mode
+from gpuinfer.models.open_model import open_model
+from gpuinfer.text.generator.setup import open_generator
+
+SECONDS = 240
+
+
+@pytest.fixture(scope="session")
+def nanogpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Gpt]:
+    """A folder as that of nanoGPT: `out/ckpt.pt` and `data/chess/meta.pkl`; and its model."""
+    folder = tmp_path_factory.mktemp("nanogpt")
+    return folder, saved_matches(folder / "out", folder / "data" / "chess")
+
+
+def generate(folder: Path, *words: object, into: str = "-") -> list[dict[str, Any]]:
+    """The answers of a run that succeeds, by `--output`."""
+    with Forked(
+        ["gpuinfer", "generate", "--no-roofline", "--quiet", "--output", into, *words], folder, own_environment()
+    ) as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err.decode()
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def until(condition: Callable[[], object], process: Forked) -> None:
+    """Wait for something that a running process does."""
+    while not condition():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raise AssertionError(f"it ended with {process.wait(0.005)} before")
+
+
+GREEDY = ("--temperature", 0, "--max-new-tokens", 9, "--ignore-eos")
+
+
+def test_words_are_tokens_of_a_nanogpt_checkpoint_and_its_meta_is_found_where_nanogpt_has_it(nanogpt, tmp_path):
+    folder, model = nanogpt
+    prompt = f"{END} e4 e5"
+    (folder / "prompt.txt").write_text(f"{END} e4 e5\n")
+    ways = ("--prompt", prompt, "--prompt", "FILE:prompt.txt", "--prompt", "\n", "--prompt", "")
+    rows = generate(folder, "--checkpoint", "out/ckpt.pt", *ways, *GREEDY, "--token-ids")
+    for row, words in zip(rows, ([END, "e4", "e5"], [END, "e4", "e5", "\n"], ["\n"], [END]), strict=True):
+        expected = model.likeliest([WORDS.index(word) for word in words], 9)
+        assert row["token_ids"] == expected
+        assert row["text"] == " ".join(WORDS[token] for token in expected if WORDS[token] != END)
+    assert rows[0]["text"].split(" ")[:4] == OPENING[2:6]
+
+
+def test_a_meta_file_says_whether_its_tokens_are_split_by_spaces_or_the_longest_match(nanogpt, tmp_path):
+    """Tokens that hold their spaces, and a `separator` in the file, are read as they are written."""
+    _, model = nanogpt
+    spaced = [f" {word}" if word in OPENING else word for word in WORDS]
+    texts = {
+        "spaced": (spaced, {}, " e4 e5", ""),
+        "joined": (WORDS, {"separator": "", "made_by": {"prepare.py": 1.0}}, "e4e5", ""),
+        "commas": (WORDS, {"separator": ","}, "e4,e5", ","),
+    }
+    for name, (tokens, more, prompt, between) in texts.items():
+        out = tmp_path / name
+        nanogpt_training.save_as_nanogpt(model, tokens, out, **more)
+        (row,) = generate(out, "--checkpoint", "ckpt.pt", "--prompt", prompt, *GREEDY, "--token-ids")
+        assert row["token_ids"] == model.likeliest([WORDS.index("e4"), WORDS.index("e5")], 9)
+        assert row["text"] == between.join(tokens[token] for token in row["token_ids"] if tokens[token] != END)
+
+
+def test_a_word_that_is_not_in_the_vocabulary_is_named_with_near_ones(nanogpt):
+    folder, _ = nanogpt
+    flags = ("--checkpoint", "out/ckpt.pt", "--prompt", "e4 e5 Nf4 Nc6", "--prompt", "e4e5 Nf3")
+    with Forked(["gpuinfer", "generate", "--no-roofline", *flags], folder, own_environment()) as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "lacks 'Nf4'. Did you mean" in " ".join(err.decode().split())
+    unknown, together = (json.loads(line)["error"]["message"] for line in out.splitlines())
+    assert "'Nf3'" in unknown.partition("Did you mean")[2]
+    assert "lacks 'e4e5'." in together
+    assert "It is several tokens: write ' ' between them" in together
+
+
+MATCHES = 240
+
+
+def test_an_object_of_matches_becomes_a_folder_of_files_and_a_killed_run_is_resumed(nanogpt, tmp_path):
+    """Moves as a list, as a text, or in a row; what was whole stays as it is, and what was torn is generated again."""
+    folder, _ = nanogpt
+    forms: list[Any] = [["e4", "e5"], "d4 d5", {"prompt": "e4 e5 Nf3"}, []]
+    matches = {f"match-{number}": forms[number % 4] for number in range(MATCHES)}
+    (tmp_path / "matches.json").write_text(json.dumps(matches, indent=1))
+    flags = ("--no-roofline", "--quiet", "--checkpoint", folder / "out/ckpt.pt", "--input", "matches.json")
+    flags = (*flags, "--batch-size", 4, "--max-new-tokens", 40, "--ignore-eos", "--seed", 3)
+
+    def begun(output: str, *more: str) -> Forked:
+        return Forked(["gpuinfer", "generate", *flags, "--output", output, *more], tmp_path, own_environment())
+
+    with begun("whole/") as process:
+        assert process.wait(SECONDS) == 0
+    with begun("killed/") as process:
+        out = tmp_path / "killed"
+        until(lambda: out.is_dir() and len(list(out.glob("[!.]*.json"))) >= MATCHES // 6, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SECONDS)
+    kept = {one.name: one.stat().st_mtime_ns for one in out.glob("[!.]*.json")}
+    assert MATCHES // 6 <= len(kept) < MATCHES
+    torn = sorted(kept)[0]
+    content = (out / torn).read_bytes()
+    (out / torn).write_bytes(content[: len(content) // 2])
+    with begun("killed/", "--resume", "--json", "report.json") as process:
+        assert process.wait(SECONDS) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["progress"]["before"] == len(kept) - 1
+    files = {name: (out / name).read_bytes() for name in os.listdir(out)}
+    assert files.keys() == {f"match-{number}.json" for number in range(MATCHES)}
+    assert files == {name: (tmp_path / "whole" / name).read_bytes() for name in files}
+    assert {name for name, written in kept.items() if (out / name).stat().st_mtime_ns != written} == {torn}
+    assert json.loads(files["match-1.json"])["text"] != json.loads(files["match-5.json"])["text"]
+
+
+def test_predict_answers_more_samples_than_slots_in_parts_as_generate_answers_them(nanogpt, tmp_path):
+    folder, _ = nanogpt
+    row = {"prompt": "e4 e5", "n": 10, "seed": 5, "max_tokens": 12}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    model = ("--checkpoint", folder / "out/ckpt.pt")
+    (answer,) = generate(tmp_path, *model, "--input", "rows.jsonl", "--token-ids")
+    with serving(*model, "-B", "slots=4", folder=tmp_path) as server:
+        asked = {"prompt": "e4 e5", "num_samples": 10, "seed": 5, "max_new_tokens": 12}
+        found = server.ask("/predict", asked)
+        assert found.status == 200, found.body
+        report = server.ask("/stats").json
+        refused = server.ask("/v1/completions", {"prompt": "e4 e5", "n": 10, "max_tokens": 2})
+    assert found.json["samples"] == [{"text": one["text"], "tokens": one["token_ids"]} for one in answer["samples"]]
+    assert report["batches"]["rows_max"] <= 4
+    assert refused.status == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "deterministic", "said"),
+    [
+        pytest.param({"compile": "reduce-overhead"}, False, "a CPU has none. Use -B compile=default", id="no graphs"),
+        pytest.param({"compile": "max-autotune"}, True, "chooses kernels by their time", id="no fixed bits"),
+    ],
+)
+@pytest.mark.parametrize("model", [ModelSpec("blobnet-small", "random", 16), ModelSpec("tiny", kind="text")])
+def test_a_mode_of_torch_compile_that_cannot_be_had_is_refused_with_its_cure(model, options, deterministic, said):
+    setup = Setup(deterministic=deterministic, model=model)
+    opened = open_generator if model.kind == "text" else open_model
+    with pytest.raises(UsageError, match=said):
+        opened(model, setup, InProcess.Options(**options))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "graphs", "mode"),
+    [
+        (False, "cuda", True, None),
+        (True, "cpu", True, "default"),
+        ("default", "cuda", False, "default"),
+        ("reduce-overhead", "cuda", True, "default"),  # the graphs are ours
+        ("max-autotune", "cuda", True, "max-autotune-no-cudagraphs"),
+        ("max-autotune", "cpu", False, "max-autotune"),
+    ],
+)
+def test_a_mode_of_torch_compile_reaches_it_without_graphs_of_its_own(wanted, device, graphs, mode):
+    assert torch_compile_mode(wanted, device, graphs=graphs, deterministic=False) == mode
+    if wanted == "reduce-overhead":
+        with pytest.raises(UsageError, match="Leave one of them out"):
+            torch_compile_mode(wanted, device, graphs=False, deterministic=False)
+
+
+@pytest.mark.thorough  # torch's compiler takes ten seconds and more
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_a_mode_of_torch_compile_changes_no_answer_and_stands_in_the_report(nanogpt, tmp_path, mode):
+    folder, _ = nanogpt
+    flags = ("--checkpoint", folder / "out/ckpt.pt", "--prompt", "e4 e5", *GREEDY)
+    (plain,) = generate(tmp_path, *flags)
+    (compiled,) = generate(tmp_path, *flags, "-B", f"compile={mode}", "--json", "report.json")
+    assert compiled["text"] == plain["text"]
+    assert json.loads((tmp_path / "report.json").read_text())["environment"]["compile"] == mode
