@@ -121,7 +121,7 @@ class FleetRemote(Backend):
                 f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}{more}"
             )
         name = self._name or ServerSetup(setup=self.setup).name
-        if name != ANY_MODEL and not meant_names(name, [served.id]):
+        if name != ANY_MODEL and not meant_names(name, [served.id, *served.aliases]):
             raise UsageError(
                 f"{url} serves '{served.id}', and this run has '{name}'. If they are the same model, add "
                 f"-B model={served.id}; or else name that --model, or another -B endpoint."

@@ -168,6 +168,7 @@ def described_by(own: ServeFleetOptions, merged: Settings) -> ServerSetup:
         tool_format=own.tool_format,
         reasoning=own.reasoning,
         served_model_name=first.name,
+        aliases=first.aliases,
         beside=tuple(
             setup_file.AdditionalModel(name=str(one.name), model=one.spec, share=one.share, unmasking=one.unmasking)
             for one in others

@@ -49,6 +49,7 @@ class ServerSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tool_format: ToolFormatName = "auto"  # of calls in answers to chats
     reasoning: Literal["auto", "none"] = "auto"  # whether thoughts are told apart from these
     served_model_name: str | None = None  # by which clients name the model; None: see `name`
+    aliases: tuple[str, ...] = ()  # its other names for clients
     beside: tuple[AdditionalModel, ...] = ()  # the others that are served
 
     @property

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gpuinfer.api import Priority, Request, Result
 from gpuinfer.config.model_names import meant_names
@@ -66,6 +67,8 @@ class ServedModel(Struct, frozen=True):
     input_dtype: str | None = None
     row: Any = None  # of rows of any shape: `RowLayout.to_wire`
     parent: str | None = None  # of an adapter: the model
+    alias_of: str | None = None  # of another name of a model: the model's first one
+    aliases: tuple[str, ...] = ()  # its other names: entries of their own
 
 
 class _Models(Struct):
@@ -127,7 +130,8 @@ class ReplicaClient:
                 f"{self._endpoint.url} wants a key, and not this one: {_words(response)}\nGive -B key_file=FILE."
             )
         try:
-            all_of_them = [one for one in msgspec.json.decode(response.body, type=_Models).data if one.parent is None]
+            listed = [one for one in msgspec.json.decode(response.body, type=_Models).data if one.parent is None]
+            all_of_them = [one for one in listed if one.alias_of is None]
             found = all_of_them[0]
         except (IndexError, msgspec.MsgspecError):
             raise UsageError(
@@ -135,13 +139,13 @@ class ReplicaClient:
                 "Start one with `gpuinfer serve`."
             ) from None
         if len(all_of_them) > 1:
-            known = [one.id for one in all_of_them]
-            meant = [] if name is None else meant_names(name, known)
-            chosen = all_of_them[known.index(meant[0])] if len(meant) == 1 else None
-            if chosen is None:
-                names = ", ".join(one.id for one in all_of_them)
+            models = {one.id: one for one in all_of_them}
+            meant = [] if name is None else meant_names(name, models)
+            if len(meant) != 1:
+                names = ", ".join(models)
                 raise UsageError(f"{self._endpoint.url} serves {names}. Say which is this run's model: -B model=NAME.")
-            found, self.model = chosen, chosen.id
+            found, self.model = models[meant[0]], meant[0]
+        found = replace(found, aliases=tuple(one.id for one in listed if one.alias_of == found.id))
         if not (1 <= found.max_rows <= MOST_WIDTH and 1 <= (found.slots or 1) <= MOST_SLOTS):
             raise UsageError(
                 f"{self._endpoint.url} says that it takes {found.max_rows} rows. Let both ends run one version."

@@ -108,6 +108,7 @@ class ReplicaServer:
                     reasoning=described.reasoning,
                     behind_router=place.behind_router,
                     spans=telemetry.spans,
+                    aliases=described.aliases if one is first else (),
                 )
                 for one, session in zip(models, sessions, strict=True)
             ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -174,15 +174,22 @@ def monitoring_routes(served: ServedModels) -> list[Route]:
     ]
 
 
-def update_routes(service: ModelService) -> list[Route]:
-    """Each answers 400 with the backend's words for what the backend refuses: the client has the admin key."""
+def update_routes(service: ModelService, taken: Collection[str]) -> list[Route]:
+    """Each answers 400 with the backend's words for what the backend refuses: the client has the admin key. `taken`:
+    the names of models, which no adapter can have.
+    """
     session = service.session
+
+    def refuse_taken(adapter: str | None, field: str) -> None:
+        if adapter in taken:
+            raise BadRequest(f"'{adapter}' is the name of a model here. Give the adapter another.", field)
 
     async def load(asked: LoadBody) -> dict[str, Any]:
         name = asked.lora_name
         if not asked.load_inplace and name in session.adapters:
             why = f"the adapter '{name}' is loaded. Unload it first, or leave load_inplace out."
             raise BadRequest(why, "lora_name")
+        refuse_taken(name, "lora_name")
         version = asked.version or next_version(name, session.adapters)
         await session.update(version, asked.lora_path, adapter=name)
         return {"adapter": f"{name}@{version}"}
@@ -192,6 +199,7 @@ def update_routes(service: ModelService) -> list[Route]:
         return {"adapter": asked.lora_name}
 
     async def update(asked: UpdateBody) -> dict[str, Any]:
+        refuse_taken(asked.adapter, "adapter")
         await session.update(asked.version, asked.weights, adapter=asked.adapter, drain=asked.drain)
         return {"version": asked.version}
 
@@ -243,7 +251,7 @@ def replica_routes(served: ServedModels) -> list[Route]:
     each = [
         [
             *(_text(service) if service.health.kind == "text" else _rows(service)),
-            *update_routes(service),
+            *update_routes(service, [name for one in served.services for name in one.names]),
             *_others(service),
         ]
         for service in served.services
@@ -386,7 +394,8 @@ def _models(served: ServedModels) -> Handler:
         for service in served.services:
             own: dict[str, Any] = {"id": service.name, "object": "model", "created": service.created}
             own |= {"owned_by": "gpuinfer", "ready": service.health.status == "ready", **service.facts()}
-            listed += [own, *({**own, "id": name, "parent": service.name} for name in service.session.adapters)]
+            listed += [own, *({**own, "id": name, "alias_of": service.name} for name in service.aliases)]
+            listed += [{**own, "id": name, "parent": service.name} for name in service.session.adapters]
         exchange.respond(200, encode({"object": "list", "data": listed}), headers=plain_headers(new_id()))
 
     return handle
@@ -399,7 +408,7 @@ def _stats(served: ServedModels) -> Handler:
 
     async def handle(exchange: Exchange) -> None:
         await served.session.refresh()
-        one = next((one for one in served.services if one.name == exchange.query.get("model")), None)
+        one = next((one for one in served.services if exchange.query.get("model") in one.names), None)
         snapshot = served.session.snapshot() if one is None else one.session.own.snapshot()
         if exchange.query.get("form") == "wire":
             exchange.respond(200, msgspec.msgpack.encode(snapshot.to_wire()), "application/msgpack")

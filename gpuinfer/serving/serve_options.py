@@ -44,6 +44,7 @@ MOST_SHARE = 1000.0  # of one model, where another has 1
 OF_ROWS = ("weights", "features", "actions", "seats")  # flags of networks of rows
 MOST = {"features": 1 << 20, "actions": 1 << 20, "seats": 1 << 10}
 FLOAT32 = "float32"
+CLIENT_NAME = r"[A-Za-z0-9._:@+/-]{1,200}"  # of a model
 OF_TEXT = (*UNMASKING_FIELDS, "mask_token_id")
 
 
@@ -73,7 +74,9 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
         "int64 or bool; of several likewise",
     )
     served_model_name: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._:@+/-]{1,200}$", description="how clients name the model [its folder's name]"
+        None,
+        pattern=rf"^{CLIENT_NAME}(,{CLIENT_NAME})*$",
+        description="how clients name the model [its folder's name]; several a,b: the first is in answers and metrics",
     )
     tool_format: ToolFormatName = Field(
         "auto", description="how a chat model writes calls of tools; auto: as its chat template shows"
@@ -116,6 +119,7 @@ class ChosenModel:
     """One of the models that the flags name."""
 
     name: str | None  # by which clients ask for it; None: as it is called
+    aliases: tuple[str, ...]  # its other names for clients
     spec: ModelSpec
     unmasking: Unmasking | None = None  # where a request does not say
     share: float = 1.0
@@ -128,7 +132,14 @@ def chosen_models(own: ServeOptions) -> list[ChosenModel]:
         if own.share is not None:
             raise UsageError("--share divides a device between several models. Leave it out, or give --model A=…,B=….")
         spec = served_spec(own)
-        return [ChosenModel(own.served_model_name, spec, default_unmasking(own, spec))]
+        names = [] if own.served_model_name is None else own.served_model_name.split(",")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(
+                f"--served-model-name {own.served_model_name}: '{twice}' stands there twice. Give it once."
+            )
+        _refuse_adapters_of_these_names(names, [spec])
+        name, aliases = names[0] if names else None, tuple(names[1:])
+        return [ChosenModel(name, aliases, spec, default_unmasking(own, spec))]
     if own.served_model_name is not None:
         raise UsageError("--served-model-name is of one model, and --model names them. Leave it out.")
     texts = [name for name, place in named.items() if not is_of_rows(place)]
@@ -153,8 +164,16 @@ def chosen_models(own: ServeOptions) -> list[ChosenModel]:
         with errors.naming(name):
             spec = served_spec(one)
             unmasking = default_unmasking(one, spec) if name in texts else None
-        found.append(ChosenModel(name, spec, unmasking, shares.get(name, 1.0)))
+        found.append(ChosenModel(name, (), spec, unmasking, shares.get(name, 1.0)))
+    _refuse_adapters_of_these_names(list(named), [one.spec for one in found])
     return found
+
+
+def _refuse_adapters_of_these_names(names: Sequence[str], specs: Sequence[ModelSpec]) -> None:
+    """Raises `UsageError` for an adapter that has a model's name for clients: a request could not name it."""
+    for name in names:
+        if any(name in (spec.arguments.get("adapters") or {}) for spec in specs):
+            raise UsageError(f"'{name}' is the name of a model and of an adapter. Give one of both another name.")
 
 
 def _weights(own: ServeOptions, networks: Sequence[str]) -> dict[str, Path]:

@@ -66,6 +66,7 @@ class ModelService:
     created: int = field(default_factory=lambda: int(time.time()))
     tool_format: ToolFormatName = "auto"
     reasoning: Reasoning = "auto"
+    aliases: tuple[str, ...] = ()  # the model's other names for clients
     language: ModelLanguage = field(init=False)  # of a model of text
     forms: AnswerForms = field(init=False)  # of its answers in chats
 
@@ -75,8 +76,13 @@ class ModelService:
 
     @property
     def name(self) -> str:
-        """The model's name for clients."""
+        """The model's name for clients: in answers, metrics and logs."""
         return self.health.model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names for clients, `name` first."""
+        return (self.name, *self.aliases)
 
     @property
     def widest(self) -> int:
@@ -112,7 +118,7 @@ class ModelService:
 
         Raises `NoSuchModel`, and `BadRequest` where it means several.
         """
-        if name is None or name == self.name:
+        if name is None or name in self.names:
             return None
         if name in self.session.adapters:
             return name
@@ -127,9 +133,9 @@ class ModelService:
     def adapters_by_name(self) -> dict[str, str | None]:
         """The adapter, or None for the model itself, by every name under which clients may ask."""
         names: dict[str, str | None] = dict.fromkeys(name_at_hub(self.spec.name)) if self.health.kind == "text" else {}
-        names[self.name] = None
+        names |= dict.fromkeys(self.names)
         for adapter in self.session.adapters:
-            names |= {f"{self.name}:{adapter}": adapter, adapter: adapter}
+            names |= {adapter: adapter, **{f"{name}:{adapter}": adapter for name in self.names}}
         return names
 
     def handler(self, work: Work) -> Handler:
@@ -210,7 +216,9 @@ class ModelService:
 
 def unknown_model(services: Sequence[ModelService]) -> NoSuchModel:
     """The error for a name that none of these has, which lists theirs."""
-    names = [one.name for one in services] + [name for one in services for name in one.session.adapters]
+    names = [name for one in services for name in one.names] + [
+        name for one in services for name in one.session.adapters
+    ]
     served = listed_names(list(dict.fromkeys(names)))
     return NoSuchModel(f"there is no model of that name here. This server has {served} (GET /v1/models).")
 
@@ -309,7 +317,7 @@ class ServedModels:
                 raise BadRequest(f"which model? Name one of {names} as `model`.", "model")
             return (fitting or self.services)[0]
         for one in self.services:
-            if name == one.name:
+            if name in one.names:
                 return one
         owners = [one for one in self.services if name in one.session.adapters]
         if len(owners) > 1:

@@ -19,7 +19,6 @@ PLAY = ("selfplay", "--game", "connect-four", "--games", "2", "--simulations", "
 GENERATE = ("generate", "--model", "tiny", "--prompt", "The sea was", "--max-new-tokens", "8")
 BROUGHT = {"hub", "plugins"}  # tokenizers needs huggingface_hub, which needs packaging
 REFUSED = {
-    "gguf": "generate --model m.gguf --prompt a",
     "mlflow": "loop --track mlflow --game connect-four --out new",
     "onnx": "export --model blobnet-small --features 4 --actions 2 --seats 2 --out net.onnx",
     "otel": "serve --model tiny --otlp-endpoint http://127.0.0.1:4318",
@@ -74,7 +73,6 @@ def test_it_serves(alone):
 
 @pytest.mark.parametrize(("extra", "command"), REFUSED.items(), ids=REFUSED)
 def test_a_missing_extra_is_named(alone, extra, command):
-    (alone.home / "m.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))
     done = alone.run("gpuinfer", *command.split())
     assert done.returncode == 2, done.stderr
     assert done.stderr.rstrip().endswith(f"pip install 'gpuinfer[{extra}]'"), done.stderr

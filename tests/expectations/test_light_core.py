@@ -19,10 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from adapters.random_adapters import peft_folder
 from packaging.requirements import Requirement
+from text.tiny import tiny_checkpoint
 
+from gpuinfer.api import ModelSpec
 from gpuinfer.cli import doctor
 from gpuinfer.host import extras
+from gpuinfer.text.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -181,3 +185,103 @@ def test_doctor_lists_the_extras_with_their_state(monkeypatch):
         "not installed", "not installed", "installed"
     )  # fmt: skip
     assert not any(one.serious for one in found.values())
+
+
+# Several names for one model
+
+
+@pytest.fixture(scope="module")
+def two_names(tmp_path_factory):
+    """A fleet of one replica behind a router, whose model is called `big` and `gpt-4o`."""
+    folder = tmp_path_factory.mktemp("names")
+    words = ("--model", "tiny", "--served-model-name", "big,gpt-4o", "--replicas", "1", "--admin-key-file", "admin")
+    (folder / "admin").write_text("the-admin-key\n")
+    (folder / "admin").chmod(0o600)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    with served(own, folder, *words, "-B", "slots=2", "-B", "threads=1") as url:
+        yield url
+
+
+def test_models_lists_every_name_and_a_request_by_any_of_them_is_served(two_names):
+    """By OpenAI's own client. Answers carry the first name."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{two_names}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
+        assert [one.id for one in client.models.list()] == ["big", "gpt-4o"]
+        for name in ("big", "gpt-4o", "GPT-4o"):
+            answer = client.completions.create(model=name, prompt="a", max_tokens=1)
+            assert answer.model == "big"
+
+
+def test_another_name_is_refused_with_the_names_there_are(two_names):
+    status, answer = asked(f"{two_names}/v1/completions", {"model": "small", "prompt": "a", "max_tokens": 1})
+    assert (status, "This server has 'big', 'gpt-4o'" in json.loads(answer)["error"]["message"]) == (404, True)
+
+
+def test_metrics_have_the_first_name(two_names):
+    text = asked(f"{two_names}/metrics")[1]
+    assert 'gpuinfer_model_info{name="big"}' in text
+    assert "gpt-4o" not in text
+
+
+@pytest.mark.parametrize("name", ["big", "gpt-4o"])
+def test_generate_asks_the_server_by_any_of_its_names(two_names, tmp_path, name):
+    words = ("generate", "--backend", "fleet", "-B", f"endpoint={two_names}", "-B", f"model={name}", "--model", "tiny")
+    command = [sys.executable, "-m", "gpuinfer", *words, "--prompt", "a", "--max-new-tokens", "1", "--quiet"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_adapters_are_found_under_any_name_of_their_model(tmp_path):
+    """`policy`, and behind each of the model's names; they answer as the adapter, and the names without one do not."""
+    checkpoint = tiny_checkpoint("qwen2")
+    folder = peft_folder(tmp_path / "lora", open_checkpoint(ModelSpec(str(checkpoint), kind="text")).shape, 4, 1)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+    words = (
+        "--model",
+        str(checkpoint),
+        "--served-model-name",
+        "a,b",
+        "-B",
+        "context=64",
+        "--adapter",
+        f"policy={folder}",
+    )
+    body = {"prompt": "The tide", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with served(own, tmp_path, *words, "-B", "slots=2", "-B", "threads=1") as url:
+        answers = {
+            name: json.loads(asked(f"{url}/v1/completions", {**body, "model": name})[1])
+            for name in ("a", "b", "policy", "a:policy", "b:policy", "B:policy")
+        }
+    texts = {name: answer["choices"][0]["text"] for name, answer in answers.items()}
+    assert texts["a"] == texts["b"] != texts["policy"]
+    assert texts["policy"] == texts["a:policy"] == texts["b:policy"] == texts["B:policy"]
+    assert [answer["model"] for answer in answers.values()] == ["a", "a", *["policy"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(("--served-model-name", "a,b,a"), "'a' stands there twice. Give it once.", id="twice"),
+        pytest.param(("--served-model-name", "a,"), "--served-model-name", id="an empty one"),
+        pytest.param(("--served-model-name", "a,b", "--adapter", "b=lora"),
+                     "'b' is the name of a model and of an adapter. Give one of both another name.", id="an adapter's"),
+    ],
+)  # fmt: skip
+def test_names_that_clash_are_refused_with_the_cure(gpuinfer, empty_folder, words, said):
+    Path("lora").mkdir()
+    Path("lora/adapter_config.json").write_text("{}")
+    code, _, errors = gpuinfer("serve", "--model", "tiny", *words)
+    assert (code, said in errors) == (2, True), errors
+
+
+def test_an_adapter_cannot_take_a_name_of_the_model(two_names):
+    body = json.dumps({"lora_name": "gpt-4o", "lora_path": "/nowhere"}).encode()
+    request = urllib.request.Request(
+        f"{two_names}/v1/load_lora_adapter", body, {"Authorization": "Bearer the-admin-key"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=WAIT_S)
+    with refused.value as error:
+        message = error.read().decode()
+    assert "'gpt-4o' is the name of a model here. Give the adapter another." in message
