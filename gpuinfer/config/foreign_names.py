@@ -1,4 +1,4 @@
-"""What other programs call the things that we have: words of vLLM, Ray, llama.cpp, OpenSpiel and of the field.
+"""What other programs call the things that we have: words of vLLM, Ray, llama.cpp, OpenSpiel, nanoGPT and of the field.
 
 A word that is not known is answered with ours, and only else with one that is spelled nearly so.
 """
@@ -17,7 +17,7 @@ HUB_NAME = re.compile(
 )
 """OWNER/NAME of the Hugging Face hub, where wanted with a file of it, and with a branch, a tag or a commit."""
 
-QUANTISED = "How weights are quantised is read from their files. Leave it out; --dtype bfloat16 halves what they take."
+QUANTISED = "How weights are quantised is read from their files. Leave it out; -B weights=int8 rounds others on loading."
 FETCHED = "Name the model of the hub, --model OWNER/NAME or OWNER/NAME@REVISION; --download fetches it."
 CACHED = "Models of the hub lie in its cache: set HF_HOME, or HF_HUB_CACHE. --download fetches them."
 ALWAYS = "That is always so here. Leave it out."
@@ -27,11 +27,19 @@ EXPORTED = (
 )
 DECIDES = "The model's folder decides that. Leave it out."
 NO_BEAMS = "There is no beam search. --num-samples N gives several answers."
-NO_DRAFTS = "There is no speculative decoding but vLLM's: --backend vllm -B speculative_config=JSON."
+SERVED = "It is always served where the model can do it. Leave it out."
+NO_VIRTUAL_LOSS = "Each tree is searched sequentially, many games at a time (--games-in-flight). Leave it out."
 
 OURS: dict[tuple[str, ...], str] = {
     ("--context",): "max-model-len c ctx-size n-ctx max-seq-len context-length",
     ("--batch-size", "-B slots=N"): "max-num-seqs np",
+    ("--batch-size", "-B max_rows=N"): "max-batch-size preferred-batch-size inference-batch-size",
+    ("-S max_wait=10ms",): (
+        "batch-timeout batch-timeout-ms batch-wait-timeout-s timeout-ms max-wait max-wait-ms max-latency-ms"
+        " max-queue-delay-microseconds"
+    ),
+    ("--backend central",): "use-gpu-server gpu-server inference-server use-inference-server use-server central",
+    ("--backend vllm", "--replicas"): "num-engines engines vllm-num-engines",
     ("-B step_tokens=N",): "max-num-batched-tokens ub ubatch-size",
     ("-B pages=N",): "gpu-memory-utilization",
     ("-B parallel=layers",): "tensor-parallel-size tp",
@@ -50,9 +58,10 @@ OURS: dict[tuple[str, ...], str] = {
     (DECIDES,): "tokenizer chat-template",
     (FETCHED,): "revision hf hf-repo",
     (CACHED,): "download-dir cache-dir",
-    (NO_DRAFTS,): "speculative-config speculative-model draft-model",
+    ("-B speculate=lookup",): "speculative-config speculative-decoding",
+    ("-B draft=DIR",): "speculative-model draft-model model-draft md",
     ("--quiet",): "disable-log-requests silent",
-    ("--max-new-tokens",): "max-tokens predict n-predict",
+    ("--max-new-tokens",): "max-tokens predict n-predict tokens gen-length generation-length",
     ("--num-samples",): "best-of num-return-sequences",
     (NO_BEAMS,): "use-beam-search num-beams",
     ("--json-schema",): "guided-json",
@@ -60,7 +69,7 @@ OURS: dict[tuple[str, ...], str] = {
     ("--choice",): "guided-choice",
     ("--grammar",): "guided-grammar grammar-file",
     ("--gpus", "--device cuda"): "num-gpus",
-    ("--replicas",): "num-replicas",
+    ("--replicas",): "num-replicas nodes num-nodes",
     ("--workers",): "num-workers num-env-runners actors num-processes jobs j",
     ("--workers", "-B threads=N"): "num-cpus",
     ("--launcher ray -L address=…", "--host"): "address",
@@ -76,26 +85,37 @@ OURS: dict[tuple[str, ...], str] = {
     ("--temperature",): "temp do-sample",
     ("--repetition-penalty",): "repeat-penalty",
     ("--input",): "f file i input-file",
-    ("--model",): "m nn-model player1",
-    ("--prompt",): "p",
+    ("--model",): "m nn-model player1 init-from",
+    ("--prompt",): "p start",
+    ("--checkpoint", "--out", "--weights"): "out-dir",
+    ("--meta",): "meta-path meta-file vocab",
+    ("-B compile=true",): "compile torch-compile",
     ("--seed",): "s",
     ("--system",): "sys system-prompt",
     ("How attention is computed is not chosen here. Leave it out.",): "flash-attn",
     ("/metrics is always served. Leave it out.",): "metrics",
     ("`gpuinfer chat` is a conversation.",): "cnv interactive",
-    ("Embeddings are not served.",): "embedding",
+    (SERVED,): "embedding embeddings reranking kserve",
     ("--games",): "num-games episodes",
-    ("--simulations",): "max-simulations num-simulations visits playouts",
+    ("--simulations",): "max-simulations num-simulations mcts-simulations sims sims-per-move num-sims visits playouts",
     ("--exploration",): "uct-c cpuct c-puct",
     ("--noise",): "policy-epsilon",
     ("--concentration",): "policy-alpha dirichlet-alpha",
     ("--temperature-moves",): "temperature-drop",
-    ("--games-in-flight",): "evaluators",
+    ("--games-in-flight", "--groups-in-flight"): "evaluators games-per-worker parallel-games concurrent-games num-envs",
+    (NO_VIRTUAL_LOSS,): "virtual-loss parallel-leaves leaves-per-batch",
+    ("--horizon",): "horizon-years rollout-horizon-years max-years",
+    ("--buffer-depth",): "buffer-size queue-depth prefetch",
     ("--window",): "replay-buffer-size",
     ("--opponent-model",): "player2 opponent",
     ("--model rollout",): "rollout-count",
     ("--learning-rate",): "lr",
-    ("--steps",): "epochs",
+    ("--steps",): "epochs diffusion-steps",
+    ("--decoder",): "remasking remasking-strategy algorithm alg",
+    ("--routing",): "load-balancing load-balancer lb-policy lb-strategy balancing policy",
+    ("--launcher slurm -L partition=NAME",): "slurm sbatch partition",
+    ("--launcher slurm -L account=NAME",): "account",
+    ("--launcher slurm -L gpus=N",): "gres",
     ("--steps", "--iterations"): "max-steps",
     ("--iterations",): "num-iterations",
     ("--max-new-tokens", "--context"): "max-length",
