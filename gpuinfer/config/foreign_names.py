@@ -17,7 +17,9 @@ HUB_NAME = re.compile(
 )
 """OWNER/NAME of the Hugging Face hub, where wanted with a file of it, and with a branch, a tag or a commit."""
 
-QUANTISED = "How weights are quantised is read from their files. Leave it out; -B weights=int8 rounds others on loading."
+QUANTISED = (
+    "How weights are quantised is read from their files. Leave it out; -B weights=int8 rounds others on loading."
+)
 FETCHED = "Name the model of the hub, --model OWNER/NAME or OWNER/NAME@REVISION; --download fetches it."
 CACHED = "Models of the hub lie in its cache: set HF_HOME, or HF_HUB_CACHE. --download fetches them."
 ALWAYS = "That is always so here. Leave it out."
