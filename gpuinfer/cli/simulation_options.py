@@ -47,6 +47,9 @@ class SimulationOptions(api.Options):
     burst_s: float = Field(0.1, gt=0, le=1e6, description="mean length of a burst, as 100ms")
     sources: int = Field(0, ge=0, le=10**6, description="clients that an open load names; 0: none")
     clients: int | None = Field(None, ge=1, le=10**6, description="that ask, wait for the answer, and ask again")
+    blocks: int = Field(
+        1, ge=1, le=10**4, description="clients that share a thread, as a worker's blocks do, and think in turn"
+    )
     think: float = Field(0.0, ge=0, le=1e6, description="mean time from an answer to the client's next request")
     think_time: Literal["exponential", "constant"] = Field("exponential", description="how think times spread")
     replay: Path | None = Field(None, description="a trace whose arrivals are replayed")
@@ -229,7 +232,8 @@ def arrivals(options: SimulationOptions) -> Arrivals:
     classes = classes_of(options.classes) if options.classes else {}
     mix = Mix(parse_rows(options.rows), classes, options.timeout or math.inf, options.sources)
     if options.clients is not None:
-        return ClosedLoop(options.clients, options.think, constant=options.think_time == "constant", mix=mix)
+        constant = options.think_time == "constant"
+        return ClosedLoop(options.clients, options.think, constant=constant, mix=mix, blocks=options.blocks)
     rate = schedule_of(options.schedule) if options.schedule is not None else options.rate
     assert rate is not None
     return open_arrivals(kind, rate, mix, options.burst, options.burst_s)

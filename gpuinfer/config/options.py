@@ -23,7 +23,7 @@ from gpuinfer.errors import UsageError, nearest
 from gpuinfer.host import error_text
 
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
-SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 NUMBER = re.compile(r"([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-zµ]*)")
 
 LISTS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set)

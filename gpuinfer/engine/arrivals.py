@@ -149,15 +149,21 @@ class Bursty(Arrivals):
 class ClosedLoop(Arrivals):
     """Clients that ask, wait for the answer, think, and ask again; each thinks before its first request too.
 
-    `think` seconds are the mean of an exponential time, or with `constant` the time itself. Raises `UsageError`.
+    `think` seconds are the mean of an exponential time, or with `constant` the time itself. So many clients as `blocks`
+    says share a thread, as the blocks of a worker of self-play do: they think one after the other. Raises `UsageError`.
     """
 
-    def __init__(self, clients: int, think: float = 0.0, *, constant: bool = False, mix: Mix | None = None) -> None:
+    def __init__(
+        self, clients: int, think: float = 0.0, *, constant: bool = False, mix: Mix | None = None, blocks: int = 1
+    ) -> None:
         if clients < 1:
             raise UsageError(f"{clients} clients ask for nothing. Give 1 or more.")
         if not 0 <= think < math.inf:
             raise UsageError(f"a think time of {think:g} s cannot be. Give 0 or more.")
+        if blocks < 1:
+            raise UsageError(f"{blocks} clients share no thread. Give blocks=1 or more.")
         self.clients, self.think, self.constant, self.mix = clients, think, constant, mix or Mix()
+        self.blocks = blocks
 
     def think_s(self, dice: random.Random) -> float:
         return self.think if self.constant or not self.think else dice.expovariate(1 / self.think)
@@ -204,6 +210,7 @@ OPTIONS_OF = {  # options, and the loads that heed them: a recorded one is as it
     "sources": RATES,
     "think": ("clients",),
     "think_time": ("clients",),
+    "blocks": ("clients",),
     "rows": DRAWN,
     "classes": DRAWN,
     "timeout": DRAWN,

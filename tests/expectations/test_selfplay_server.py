@@ -8,20 +8,25 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from bench_outcomes import made_document, outcome
 
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import Limits, ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.fallback import LocalPlan, weights_identity, with_fallback
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.engine.arrivals import ClosedLoop
 from gpuinfer.errors import BackendDied
 from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.loop.loop_figures import step_figures
 from gpuinfer.lab.loop.loop_runner import LoopStep
 from gpuinfer.lab.loop.loop_summary import device_use, loop_page
+from gpuinfer.lab.simulate import simulate
 from gpuinfer.models.positions import positions_of
 from gpuinfer.runtime.run import execute
 from gpuinfer.strategies.dynamic import Dynamic
@@ -241,3 +246,62 @@ def test_the_loops_table_and_its_tracked_figures_show_batches_and_use_of_the_dev
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert (rows[0]["rows/batch"], rows[0]["device"]) == ("512", "87% busy, 2.15 GB")
     assert (rows[1]["rows/batch"], rows[1]["device"]) == ("512", "–")
+
+
+# Which parameter does what
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+TOO_LITTLE = {  # of the GPU's usual rate, at most
+    "max_rows": (64, 0.1),
+    "workers": (1, 0.2),
+    "games": (256, 0.2),
+    "request_rows": (64, 0.5),
+}
+
+
+def test_too_little_of_each_parameter_costs_a_gpu_most_of_its_rate_and_too_much_wait_some(benchmarks):
+    from selfplay_machines import GPU, USUAL, simulated
+
+    usual = USUAL[GPU.name]
+    rate = simulated(GPU, usual).served_rows_per_s
+    for field, (value, share) in TOO_LITTLE.items():
+        assert simulated(GPU, replace(usual, **{field: value})).served_rows_per_s < share * rate, field
+    assert simulated(GPU, replace(usual, max_wait_s=0.1)).served_rows_per_s < 0.9 * rate
+    assert simulated(GPU, replace(usual, games=160_000)).served_rows_per_s > rate, "more games than needed cost no rate"
+
+
+def test_sixteen_workers_fill_a_gpu_by_a_server_better_than_each_by_itself(benchmarks):
+    from selfplay_machines import GPU, USUAL, simulated
+
+    play = USUAL[GPU.name]
+    together, alone = simulated(GPU, play), simulated(GPU, replace(play, max_rows=play.games * 3 // 32))
+    assert together.mean_batch_rows > 4 * alone.mean_batch_rows
+    assert together.served_rows_per_s > 1.1 * alone.served_rows_per_s
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["parameter_tables", "selfplay_workers"])
+def test_the_pages_hold_what_the_benchmarks_write(name, benchmarks, tmp_path):
+    import importlib
+
+    import written_section
+
+    script = importlib.import_module(name)
+    kept = json.loads(script.KEPT.read_text()) if script.KEPT.exists() else {}
+    assert written_section.written(script.PAGE, script.SECTION) == "\n".join(script.lines(kept)).strip("\n")
+
+
+def test_blocks_of_one_worker_are_searched_one_after_the_other():
+    """A worker that thinks for longer than the model computes gives no more than one block at a time."""
+    service, limits = ServiceModel(alpha=0.0, beta=0.001), Limits(8)
+    for blocks in (1, 2, 4):
+        load = ClosedLoop(blocks, 0.01, constant=True, blocks=blocks)
+        found = simulate(load, service, Dynamic, limits, requests=2_000)
+        assert found.served_requests_per_s == pytest.approx(1 / 0.011 if blocks == 1 else 1 / 0.01, rel=0.02)

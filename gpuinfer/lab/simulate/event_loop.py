@@ -62,7 +62,10 @@ class OpenFeed:
 class ClosedFeed:
     """The same of clients that ask again once they are answered; `clients` are those that ask at all."""
 
-    __slots__ = ("_dice", "_draw", "_due", "_left", "_load", "_numbers", "_until", "clients", "next_at", "taken")
+    __slots__ = (
+        *("_dice", "_draw", "_due", "_left", "_load", "_numbers", "_thinks_until", "_until"),
+        *("clients", "next_at", "taken"),
+    )
 
     def __init__(self, load: ClosedLoop, dice: random.Random, most: float, until: float) -> None:
         self._load, self._dice, self._until, self._left = load, dice, until, most
@@ -70,7 +73,10 @@ class ClosedFeed:
         self._due: list[tuple[float, int, Hashable]] = []  # a heap: when, a number for ties, the client
         self._numbers = itertools.count()
         self.taken, self.next_at = 0, math.inf
-        self.clients = [ask.client for ask in load.asks(dice) if self._plan(ask.client, ask.at)]
+        self._thinks_until: dict[int, float] = {}  # by thread, where several clients share one
+        self.clients = [
+            ask.client for ask in load.asks(dice) if self._plan(ask.client, self._in_turn(ask.client, 0.0, ask.at))
+        ]
 
     def take(self) -> Offer:
         at, _, client = heapq.heappop(self._due)
@@ -84,7 +90,16 @@ class ClosedFeed:
 
         It thinks for at least `least_s` seconds.
         """
-        return self._plan(client, now + max(least_s, self._load.think_s(self._dice)))
+        return self._plan(client, self._in_turn(client, now, max(least_s, self._load.think_s(self._dice))))
+
+    def _in_turn(self, client: Hashable, now: float, think_s: float) -> float:
+        """When the client has thought, which may begin once the others of its thread have."""
+        if self._load.blocks == 1 or not isinstance(client, int):
+            return now + think_s
+        thread = client // self._load.blocks
+        ready = max(now, self._thinks_until.get(thread, 0.0)) + think_s
+        self._thinks_until[thread] = ready
+        return ready
 
     def asks_more(self, now: float) -> bool:
         """Whether a client that is answered now asks again."""
