@@ -34,12 +34,12 @@ class Machine:
     most_rows: int
 
 
-# blobnet in float32, docs/benchmarks.md: 29,500 rows/s on both cores, a forward on each; a batch costs about 0.6 ms more
+# blobnet in float32, docs/benchmarks.md: 29,500 rows/s on both cores, a forward on each; 0.6 ms more a batch
 CPU = Machine(
     "2 cores", 2, ServiceModel(alpha=68e-6, beta=0.6e-3, turn_request_s=REQUEST_S), in_flight=2, most_rows=4096
 )
 # blobnet in bfloat16, docs/benchmarks.md: 83 % busy at 8.9 million rows/s with all that is copied, 94 ns a row; the
-# bare model's 178 µs at 2,048 rows and 2.37 ms at 65,536 leave 110 µs for a batch. Two batches in flight share the device.
+# bare model's 178 µs at 2,048 rows and 2.37 ms at 65,536 leave 110 µs a batch. Two in flight share the device.
 GPU = Machine(
     "H100, 16 cores",
     16,
