@@ -83,8 +83,8 @@ def lines(kept: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Simulated for 16 cores and an H100 ([its service times](strategies.md#which-parameter-does-what)), 40,000\n"
-        "games in flight. Without a server a batch is one worker's request. The run that was measured there, 16 workers\n"
-        "with a server, had 498,000 games/min:"
+        "games in flight. Without a server a batch is one worker's request. The run that was measured there, 16\n"
+        "workers with a server, had 498,000 games/min:"
     )
     rows = []
     for workers in WORKERS:
