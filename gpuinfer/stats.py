@@ -69,7 +69,7 @@ SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
 
 COUNTED = ("stations", "visits", "ran")  # of a lane, each by station
-DONE_BY_A_DEVICE = ("tokens", "steps", "stages", "turns")  # each name → how much until now
+DONE_BY_A_DEVICE = ("tokens", "steps", "stages", "turns", "transfers")  # each name → how much until now
 COUNTED_OF_DEVICES = ("rows", "batches", "busy_s")  # of each of several: see `DeviceCount`
 ERRORS = ("failed", "retried", "rejected", "expired", "cancelled")
 

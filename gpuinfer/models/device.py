@@ -154,11 +154,13 @@ def merged_readings(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge several devices' readings: memory is summed, utilisation averaged, other processes listed once."""
     names = Counter(str(reading["name"]) for reading in readings)
     summed = {key for reading in readings for key in reading if key.endswith("_mb")}
+    transfers = [reading["transfers"] for reading in readings if reading.get("transfers")]
     busy = [reading["utilisation"] for reading in readings if reading.get("utilisation") is not None]
     return {
         "name": ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()),
         **{key: sum(reading.get(key, 0.0) for reading in readings) for key in sorted(summed)},
         **({"utilisation": sum(busy) / len(busy)} if busy else {}),
+        **({"transfers": {key: sum(one[key] for one in transfers) for key in transfers[0]}} if transfers else {}),
         **merged_processes(readings),
     }
 

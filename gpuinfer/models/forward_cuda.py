@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
 from gpuinfer.errors import BadResult
+from gpuinfer.models.copy_overlap import CopyOverlap
 from gpuinfer.models.cuda_graphs import captured, new_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.out_of_memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned_memory import WORTH_A_COPY, copy_plan, deliver, unstage
@@ -124,9 +125,11 @@ class CudaForward:
         slots: int = 2,
         graphs: bool = True,
         fixed_shape: bool = False,
+        copies: CopyOverlap | None = None,
     ) -> None:
         self.module, self.spec, self.device, self.dtype = module, spec, device, dtype
         self.fixed_shape, self.graphs = fixed_shape, graphs
+        self._copies = CopyOverlap(slots) if copies is None else copies
         self.step = StepSize(chunk_rows, str(device), network_title(spec))
         with torch.inference_mode(), torch.cuda.device(device):
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
@@ -185,25 +188,31 @@ class CudaForward:
         """Answer the rows from `start` on, or return the error if memory ran out. In both cases the device is done with
         the rows, the targets and the slot.
         """
-        stop = start + rows
+        stop, timed = start + rows, self._copies.batch()
         try:
             parts = list(copy_plan(run.pieces(start, stop), slot.staging))
             enter_station("forward")
             with torch.cuda.stream(slot.stream):
+                timed.mark(slot.stream)
                 for at, part in parts:
                     slot.inputs[at : at + len(part)].copy_(part, non_blocking=True)
+                timed.mark(slot.stream)
                 answers, sound = self._launch(slot, rows, self._buckets(chunk))
                 refuse_unlike(tensors_of(answers), rows, targets)
+                timed.mark(slot.stream)
                 staged = []
                 for number, (part, target) in enumerate(zip(tensors_of(answers), targets.parts, strict=True)):
                     room = partial(slot.room, number, part.shape[1:])
                     staged += deliver(part[:rows], target.pieces(start, stop), room)
                 if targets.sound is not None:
                     slot.sound[:rows].copy_(sound[:rows], non_blocking=True)
+                timed.mark(slot.stream)
                 slot.done.record(slot.stream)
             slot.done.synchronize()
+            timed.over()
             enter_station("transfer")
         except BaseException as error:
+            timed.over(whole=False)
             with contextlib.suppress(RuntimeError):  # a lost device has raised before
                 slot.stream.synchronize()
             if not (isinstance(error, RuntimeError) and is_out_of_memory(error)):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gpuinfer.api import enter_station
 from gpuinfer.engine.results import CheckedResult
+from gpuinfer.models.copy_overlap import CopyOverlap, TimedBatch, Untimed
 from gpuinfer.models.cuda_graphs import event_behind, new_stream, wait_for_device
 from gpuinfer.models.forward_leaves import LeafAnswers, LeavesForward, Rows, leaf_tensor, leaves_in
 from gpuinfer.models.row_blocks import rearranged
@@ -88,10 +89,12 @@ class CudaLeavesForward(LeavesForward):
         dtype: torch.dtype,
         *,
         lanes: int = 2,
+        copies: CopyOverlap | None = None,
         **options: Any,
     ) -> None:
         """`options`: those of `LeavesForward`."""
         super().__init__(module, layout, device, dtype, **options)
+        self._copies = CopyOverlap(lanes) if copies is None else copies
         self._dtypes: list[torch.dtype] = [getattr(torch, leaf.dtype) for leaf in layout.leaves]
         self._free: queue.SimpleQueue[RowLane] = queue.SimpleQueue()
         with torch.cuda.device(device):
@@ -109,15 +112,18 @@ class CudaLeavesForward(LeavesForward):
 
     def _answered(self, requests: Sequence[Any]) -> LeafAnswers:
         """Answers to `DeviceRows`, which come last, stay on the device: `LeafAnswers.parts` are those to the others."""
-        lane = self._free.get()
+        lane, timed = self._free.get(), self._copies.batch()
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
                 try:
+                    timed.mark(lane.stream)
                     leaves, rows = self._uploaded(requests, lane)
                     enter_station("forward")
+                    timed.mark(lane.stream)
                     answer, parts = self._through(leaves, rows)
-                    return self._brought_back(answer, parts, requests, lane)
+                    return self._brought_back(answer, parts, requests, lane, timed)
                 except BaseException:
+                    timed.over(whole=False)
                     with contextlib.suppress(RuntimeError):  # a lost device has raised before
                         lane.stream.synchronize()  # type: ignore[no-untyped-call]  # it may read rows and memory of the lane
                     raise
@@ -160,7 +166,7 @@ class CudaLeavesForward(LeavesForward):
         return sections(memory.copy_(staged, non_blocking=True), forms)
 
     def _brought_back(
-        self, answer: Any, parts: Sequence[Tensor], requests: Sequence[Any], lane: RowLane
+        self, answer: Any, parts: Sequence[Tensor], requests: Sequence[Any], lane: RowLane, timed: TimedBatch | Untimed
     ) -> LeafAnswers:
         """Queue the way of the answers, and wait until the device is done with the batch."""
         parts = [part.to(self._device) for part in parts]
@@ -170,12 +176,15 @@ class CudaLeavesForward(LeavesForward):
         moving = [part[:rows] for part in parts] + ([] if sound is None else [sound])
         forms: list[Form] = [(tuple(part.shape), part.dtype) for part in moving]
         staged = lane.answers.take(bytes_for(forms))
+        timed.mark(lane.stream)
         for section, part in zip(sections(staged, forms), moving, strict=True):
             if part.numel():
                 section.copy_(part, non_blocking=True)
         kept = kept_there([part[rows:].clone() for part in parts], there) if there else []
+        timed.mark(lane.stream)
         lane.done.record(lane.stream)  # type: ignore[no-untyped-call]
         lane.done.synchronize()  # type: ignore[no-untyped-call]
+        timed.over()
         enter_station("transfer")
         own = sections(staged.clone(), forms)  # the next batch is written over the lane's memory
         return LeafAnswers(answer, own[: len(parts)], None if sound is None else own[-1], kept)

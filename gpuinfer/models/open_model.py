@@ -26,6 +26,7 @@ from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, lane_device, retire
 from gpuinfer.errors import BackendDied, DeviceLost, UsageError
 from gpuinfer.host.machine import cores
 from gpuinfer.models import forward_cpu
+from gpuinfer.models.copy_overlap import CopyOverlap
 from gpuinfer.models.device import Gauge, device_labels, merged_readings, resolve_devices, setups_of
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
@@ -122,11 +123,13 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     in_force |= {"compile": compile_name(tuning.compile)} if compile_mode else {}
     reading = {"computes_in": computed, "threads": computing_threads(device, threads), "in_force": in_force}
 
+    copies = CopyOverlap(limits.in_flight) if device.type == "cuda" else None
+
     def read_device() -> Mapping[str, Any]:
-        return {**gauge.read(), **reading}
+        return {**gauge.read(), **reading, **({} if copies is None else copies.read())}
 
     if spec.layout is not None:
-        leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute, compile_mode)
+        leaves, found = open_leaves(module, spec, setup, tuning, limits, device, compute, compile_mode, copies)
         quick = device.type == "cpu" and not tuning.compile and waits_for_nothing(module)
         pin, seconds_of = partial(register, device=device), leaves.seconds_of if quick else None
         return Opened(spec, limits, leaves, found, read_device, pin, seconds_of=seconds_of)
@@ -145,6 +148,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
             slots=limits.in_flight,
             graphs=tuning.graphs,
             fixed_shape=setup.deterministic,
+            copies=copies,
         )
     else:
         # A compiled module is compiled again for each new batch size: give it one.
@@ -181,6 +185,7 @@ def open_leaves(
     device: torch.device,
     dtype: torch.dtype,
     compile_mode: str | None = None,
+    copies: CopyOverlap | None = None,
 ) -> tuple[LeavesForward, AnswerLayout]:
     """The forward of rows of any shape, tried. `compile_mode`: of `torch_compile_mode`.
 
@@ -195,7 +200,8 @@ def open_leaves(
 
     def opened(module: nn.Module) -> LeavesForward:
         if device.type == "cuda":
-            return CudaLeavesForward(module, spec.layout, device, dtype, lanes=limits.in_flight, **options)
+            lanes = limits.in_flight
+            return CudaLeavesForward(module, spec.layout, device, dtype, lanes=lanes, copies=copies, **options)
         return LeavesForward(module, spec.layout, device, dtype, **options)
 
     leaves = opened(module)

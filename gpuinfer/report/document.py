@@ -479,6 +479,13 @@ class DeviceSection(DeviceReading):
     utilisation_mean: NotRequired[
         Annotated[Share | None, about("of the readings while the clock ran, NVML's; null: it is not known")]
     ]
+    copies_hidden: Annotated[
+        Share | None,
+        about(
+            "of the time that copies between host and device took, the share in which another batch was computed "
+            "there: of models of rows on CUDA, from a sample of batches; null: there are no copies, or too few batches"
+        ),
+    ]
     devices: Annotated[
         dict[str, DeviceLine],
         about("each of several devices that have a copy of the model, by name; empty where there is one"),

@@ -144,9 +144,15 @@ def device(snapshot: Snapshot, wall_s: float, utilisation_mean: float | None = N
     return {
         **_read(snapshot.device),
         "utilisation_mean": utilisation_mean,
+        "copies_hidden": _copies_hidden(snapshot.device.get("transfers") or {}),
         "devices": devices(snapshot, wall_s),
         "others": list(snapshot.device.get("others", ())),
     }
+
+
+def _copies_hidden(transfers: Mapping[str, float]) -> float | None:
+    copied_s = transfers.get("copied_s", 0.0)
+    return min(1.0, max(0.0, transfers["hidden_s"] / copied_s)) if copied_s > 0 else None
 
 
 def devices(snapshot: Snapshot, wall_s: float) -> dict[str, DeviceLine]:

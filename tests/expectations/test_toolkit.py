@@ -14,12 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import forking
+import jsonschema
 import numpy as np
 import pytest
 import torch
 from serving.replica_servers import bearer, serving, write_keys
 
 import gpuinfer
+from gpuinfer.cli.screen.final_panel import panel_rows
+from gpuinfer.report import report
+from gpuinfer.stats import Snapshot, merge_snapshots, since
 
 WAIT_S = 120
 ROWS = ("--features", 16, "--actions", 4, "--seats", 2)
@@ -348,3 +352,35 @@ def test_a_server_answers_with_a_profile_to_the_admin_key_alone_one_at_a_time(tm
         stations, operations, _ = names_in(answer.json)
         assert "forward" in stations
         assert operations
+
+
+# Copies behind compute
+
+
+def test_the_share_of_copies_hidden_behind_compute_is_in_the_report_and_the_panel(tmp_path):
+    """Of a run on the CPU, which copies nothing, it is null; the events of a device are in tests/cuda."""
+    words = [
+        "gpuinfer",
+        "selfplay",
+        "--games",
+        "8",
+        "--model",
+        "blobnet-small",
+        "--no-roofline",
+        "--quiet",
+        "--no-trial",
+    ]
+    done = forking.run([*words, "--json", "report.json"], tmp_path, forking.own_environment(), WAIT_S)
+    assert done.returncode == 0, done.stderr
+    made = json.loads((tmp_path / "report.json").read_text())
+    assert made["device"]["copies_hidden"] is None
+    process = [  # two processes that share a device, counted on from an earlier moment
+        Snapshot(device={"name": "a GPU", "transfers": {"copied_s": copied, "hidden_s": hidden, "batches": 32}})
+        for copied, hidden in ((2.0, 1.5), (4.0, 3.0))
+    ]
+    before = Snapshot(device={"name": "a GPU", "transfers": {"copied_s": 1.0, "hidden_s": 1.0, "batches": 16}})
+    device = report.device(since(merge_snapshots(process), before), 1.0)
+    assert device["copies_hidden"] == 0.7
+    made["device"] = device
+    jsonschema.validate(made, report.schema())
+    assert any("70% of the time of its copies" in row.text for row in panel_rows(made))

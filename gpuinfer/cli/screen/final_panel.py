@@ -284,6 +284,8 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
         yield PanelRow("", f"{unfilled:.0%} of what was reserved on the device was never filled")
     if named := ", ".join(device_of(report.get("device") or {})):
         yield PanelRow("device", named)
+    if (hidden := (report.get("device") or {}).get("copies_hidden")) is not None:
+        yield PanelRow("", f"{hidden:.0%} of the time of its copies hidden behind compute")
     for name, device in ((report.get("device") or {}).get("devices") or {}).items():
         yield PanelRow("", f"{name}: {_of_one(device)}")
     if others := (report.get("device") or {}).get("others"):
