@@ -33,7 +33,8 @@ BRIEFER = {  # what makes a command shorter that runs games
     "bench serve": ["--duration", "5s", "--warmup", "0", "--output-tokens", "4"],  # some end on a busy machine too
     "bench rollouts": [],
     "memory": ["--no-probe"],
-    "verify": ["--limit", "4", "--new-tokens", "8", "--batch-sizes", "1,3"],
+    "verify": ["--limit", "4", "--batch-sizes", "1,3", "--new-tokens", "8"],
+    "verify of rows": ["--limit", "4", "--batch-sizes", "1,3"],
     "train": ["--steps", "10"],
     "loop": ["--iterations", "1", "--games", "16", "--simulations", "8", "--evaluation-games", "8"],
     "tune": ["--no-roofline", "--budget", "10s", "--model", "blobnet-small"],
@@ -103,6 +104,8 @@ def shortened(line: str) -> list[str]:
         if flag in words:
             words[words.index(flag) + 1] = count
     name = " ".join(words[1:3]) if " ".join(words[1:3]) in BRIEFER else words[1]
+    if name == "verify" and "blobnet-small" in words:
+        name = "verify of rows"
     if name in BRIEFER and "--help" not in words:
         words += BRIEFER[name]
     if name == "selfplay" and "--games" not in words:
