@@ -1,4 +1,4 @@
-"""The plugin contract: all that the author of a backend, a strategy or a workload reads.
+"""The plugin contract: all that the author of a backend, a strategy, a workload or a routing policy reads.
 
 A workload makes requests, a strategy decides which of the waiting ones become a batch, a backend answers it. The three
 never import one another; they meet here. Times are seconds on the engine's monotonic clock, sizes are counted in rows.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import hashlib
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -523,6 +525,65 @@ class Strategy(Plugin, ABC):
     def retry_after(self, queue: QueueView, request: Request) -> float | None:
         """In how many seconds there may be room for a request like this one, which is turned away; None: not known."""
         return None
+
+
+class ReplicaLoad:
+    """One replica as a routing policy sees it. Read-only for policies; whoever asks them keeps the numbers up to date.
+
+    `in_flight`: requests that it has now; `speed`: relative to the others, above 0; a slow start lowers it. `room`:
+    requests that it may have under way; inf: no bound. `member` is its number in the fleet, and stays its own; `mark`
+    are 64 bits by which it is known in every process and on every machine.
+    """
+
+    __slots__ = ("in_flight", "mark", "member", "room", "speed")
+
+    def __init__(self, member: int, in_flight: float = 0, speed: float = 1.0, room: float = math.inf) -> None:
+        self.member, self.in_flight, self.speed, self.room = member, in_flight, speed, room
+        self.mark = int.from_bytes(hashlib.blake2b(b"%d" % member, digest_size=8).digest(), "little") | 1
+
+    def __repr__(self) -> str:
+        return f"ReplicaLoad({self.member}, in_flight={self.in_flight:g}, speed={self.speed:g}, room={self.room:g})"
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """A request that is to be routed. `affinity` is what its like share: a session, a user, or a hash of how the prompt
+    begins; None where there is none, and where the policy does not need it.
+    """
+
+    rows: float = 1.0
+    affinity: bytes | None = None
+
+
+class RoutingChoice(NamedTuple):
+    """`why` is short, such as `least-loaded 3<5`: answers carry it in a header. Printable ASCII without semicolons, at
+    most 100 characters.
+    """
+
+    load: ReplicaLoad
+    why: str
+
+
+class RoutingPolicy(Plugin, ABC):
+    """Chooses which replica a request goes to. It reads no clock and does no I/O, so that router and simulator run the
+    same, and takes a few microseconds: it stands in the way of every request.
+
+    Each router process has one of its own. One that raises, or whose choice is none of the replicas that it was given,
+    is named once, and the least loaded is taken in its place.
+    """
+
+    needs_affinity: ClassVar[bool] = False  # whether it is worth finding out
+    needs_load: ClassVar[bool] = True  # whether it looks at `in_flight` at all
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self.dice = random.Random(self.setup.seed)  # for what it leaves to chance
+
+    @abstractmethod
+    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+        """One of `loads`: the replicas that take this request, at least one, in any order. They need not be those of
+        the time before.
+        """
 
 
 class Lane(Protocol):

@@ -32,7 +32,6 @@ from gpuinfer.cli.grid import parts, points, split_axis
 from gpuinfer.config import registry
 from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UnknownName, UsageError, WorkError
-from gpuinfer.fleet.routing_policies import POLICIES
 
 if TYPE_CHECKING:
     from gpuinfer.engine.arrivals import Arrivals
@@ -275,7 +274,7 @@ def _split(word: str, server: ComparedServer) -> tuple[str, list[str]]:
         return _key(key, server), values
     for kind, known in {
         "strategy": registry.names("strategies"),
-        "routing": list(POLICIES),
+        "routing": registry.names("routing"),
         "backend": registry.names("backends"),
     }.items():
         if found and all(name in known for name in found):

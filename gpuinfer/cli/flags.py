@@ -220,7 +220,7 @@ def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
     return complete
 
 
-SHORTS = {"backend_options": "-B", "strategy_options": "-S", "decoder_options": "-D"}
+SHORTS = {"backend_options": "-B", "strategy_options": "-S", "decoder_options": "-D", "routing_options": "-R"}
 SHOWN_ONLY = (
     "json",
     "trace",

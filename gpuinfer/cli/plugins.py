@@ -34,7 +34,7 @@ def new(
     kind: Annotated[
         str,
         typer.Argument(
-            help="backend, strategy, workload, game, decoder or environment", autocompletion=kinds_that_begin
+            help="backend, strategy, workload, game, decoder, environment or policy", autocompletion=kinds_that_begin
         ),
     ],
     name: Annotated[str, typer.Argument(help="what it will be called, such as my-plugin")],
@@ -63,7 +63,12 @@ def _as_path(folder: Path) -> str:
 
 SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatable."
 
-PREFIXES = {"backends": "-B {}=", "strategies": "-S {}=", "decoders": "-D {}="}  # of options; else a flag each
+PREFIXES = {
+    "backends": "-B {}=",
+    "strategies": "-S {}=",
+    "decoders": "-D {}=",
+    "routing": "-R {}=",
+}  # of options; else a flag each
 
 app = typer.Typer(
     help="See which plugins there are, check, write and install them.",
@@ -115,7 +120,7 @@ def _row(record: registry.PluginRecord) -> tuple[str, str, str]:
 @app.command("show")
 def show_one(
     kind: str = typer.Argument(
-        help="backend, strategy, workload, game, environment or decoder", autocompletion=kinds_that_begin
+        help="backend, strategy, workload, game, environment, decoder or policy", autocompletion=kinds_that_begin
     ),
     name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
 ) -> None:

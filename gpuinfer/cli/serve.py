@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuinfer.serve")
 
-NAME, LAUNCHER = "serve", "launcher"
+NAME, LAUNCHER, ROUTING = "serve", "launcher", "routing"
 COMMON = (
     *("backend", "strategy", "backend_options", "strategy_options", "device", "dtype", "seed", "trace"),
     *("patience", "give_up", "max_queue_rows", "quiet", "verbose", "config"),
@@ -45,6 +45,7 @@ Ctrl-C finishes what is under way; once more ends at once.
 --replicas N starts N copies behind a router, on this machine or elsewhere
 (--launcher), and starts those anew that die or hang.
 """
+ROUTING_TEXT = "Option of the routing policy, such as margin=4 of sticky; repeatable."
 LAUNCHER_TEXT = "Option of the launcher, such as account=… of slurm; repeatable."
 
 
@@ -57,7 +58,8 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.http.http_exchange import JsonLogFormatter
 
     pairs = flags.option_pairs(values.get("launcher_options") or [], "-L", LAUNCHER)
-    merged = merge(NAME, {key: value for key, value in values.items() if key != "launcher_options"})
+    policy_pairs = flags.option_pairs(values.get("routing_options") or [], "-R", ROUTING)
+    merged = merge(NAME, {key: value for key, value in values.items() if key not in _more})
     own = ServeFleetOptions(**check(ServeFleetOptions, merged.table(NAME), NAME))
     if own.leave_with_parent:
         children.end_with_parent()
@@ -77,8 +79,9 @@ def execute(values: Mapping[str, Any]) -> int:
     log_to_people(max(merged.common.verbose, as_json), JsonLogFormatter() if as_json else None)
     place = place_of(own)
     launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
-    if serve_flags_wanted(own, launcher_options):
-        return _fleet(own, described, place, launcher_options, merged.common)
+    routing_options = {key.removeprefix(f"{ROUTING}."): one for key, one in policy_pairs.items()}
+    if serve_flags_wanted(own, launcher_options, routing_options):
+        return _fleet(own, described, place, launcher_options, routing_options, merged.common)
     from gpuinfer.http import network
     from gpuinfer.serving.replica import ReplicaServer
     from gpuinfer.serving.telemetry.telemetry import open_telemetry
@@ -107,6 +110,7 @@ def _fleet(
     described: ServerSetup,
     place: ListenOptions,
     options: Mapping[str, GivenValue],
+    routing_options: Mapping[str, GivenValue],
     common: Common,
 ) -> int:
     """The same with several replicas, none of them in this process."""
@@ -115,7 +119,7 @@ def _fleet(
 
     launcher = base.make_launcher(own.launcher or "local", options)
     telemetry = open_telemetry(own.otlp_endpoint, {"gen_ai.request.model": described.name})
-    plan = plan_of(own, described, launcher, place.access(), verbose=bool(common.verbose))
+    plan = plan_of(own, described, launcher, place.access(), routing_options, verbose=bool(common.verbose))
 
     def tell(news: str) -> None:
         if not common.quiet:
@@ -233,5 +237,8 @@ def _welcome(described: ServerSetup, own: ServeFleetOptions, host: str, port: in
     return f"{names} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"
 
 
-_launcher = {"launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT)}
-app = flags.command(NAME, {**flags.of(ServeFleetOptions, NAME), **_launcher}, COMMON, TEXT, execute)
+_more = {
+    "launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT),
+    "routing_options": flags.words("routing_options", "-R", "KEY=VALUE", ROUTING_TEXT),
+}
+app = flags.command(NAME, {**flags.of(ServeFleetOptions, NAME), **_more}, COMMON, TEXT, execute)

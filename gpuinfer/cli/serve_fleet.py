@@ -8,16 +8,18 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from pydantic import Field
 
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.host import machine, signals
 from gpuinfer.serving.serve_options import ServeOptions
 
 if TYPE_CHECKING:
+    from gpuinfer.config.options import GivenValue
     from gpuinfer.config.setup_file import ServerSetup
     from gpuinfer.fleet.launchers.base import Launcher
     from gpuinfer.fleet.plan import FleetPlan, GpuSelection
@@ -38,7 +40,9 @@ class ServeFleetOptions(ServeOptions):
     gpus: str | None = Field(None, description="one replica on each of so many devices, 4, or of these: 0,2,4,6")
     launcher: str | None = Field(None, description="where replicas run: local, slurm or ray [local]")
     routing: str = Field(
-        "least-loaded", description="who gets a request: least-loaded, round-robin, power-of-two, sticky"
+        "least-loaded",
+        description="who gets a request: least-loaded, round-robin, power-of-two, sticky, or a plugin's",
+        json_schema_extra={"kind": "routing"},
     )
     router_processes: int = Field(1, ge=1, le=64, description="processes that relay requests")
     queue: Literal["replica", "global"] = Field(
@@ -72,24 +76,34 @@ class ServeFleetOptions(ServeOptions):
 OF_A_FLEET = tuple(name for name in ServeFleetOptions.model_fields if name not in ServeOptions.model_fields)
 
 
-def serve_flags_wanted(own: ServeFleetOptions, launcher_options: Mapping[str, Any]) -> bool:
+def serve_flags_wanted(
+    own: ServeFleetOptions, launcher_options: Mapping[str, Any], routing_options: Mapping[str, Any]
+) -> bool:
     """Whether the flags ask for a fleet. Raises `UsageError` for those of a fleet's that would do nothing."""
     if any(getattr(own, name) is not None for name in MAKE_A_FLEET):
         return True
     idle = [f"--{name.replace('_', '-')}" for name in OF_A_FLEET if name in own.model_fields_set]
     if launcher_options:
         idle.append("-L")
+    if routing_options:
+        idle.append("-R")
     if idle:
         raise UsageError(f"{idle[0]} is said of a fleet, and this is one server. Add --replicas N, or leave it out.")
     return False
 
 
 def plan_of(
-    own: ServeFleetOptions, described: ServerSetup, launcher: Launcher, access: Access, *, verbose: bool = False
+    own: ServeFleetOptions,
+    described: ServerSetup,
+    launcher: Launcher,
+    access: Access,
+    policy_options: Mapping[str, GivenValue] = MappingProxyType({}),
+    *,
+    verbose: bool = False,
 ) -> FleetPlan:
     """Raises `UsageError` for flags that do not go together, and for key files that are none."""
     from gpuinfer.fleet.plan import FleetPlan, HealthChecks, Scaling, gpus_of
-    from gpuinfer.fleet.routing_policies import POLICIES
+    from gpuinfer.fleet.routing_policies import check_policy_options
     from gpuinfer.http.access import read_key_lines
 
     if described.setup.trace is not None:
@@ -107,8 +121,7 @@ def plan_of(
     setup = replace(described.setup, processes=most) if launcher.here else described.setup
     if wanted is not None:
         setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
-    if own.routing not in POLICIES:
-        raise UnknownName("routing policy", own.routing, POLICIES, label="Policies")
+    routing_options = check_policy_options(own.routing, policy_options)
     words = ["--quiet", "--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
     if own.otlp_endpoint:
         words += ["--otlp-endpoint", own.otlp_endpoint]
@@ -131,6 +144,7 @@ def plan_of(
         queue_limit=own.queue_limit,
         router_processes=own.router_processes,
         routing=own.routing,
+        routing_options=routing_options,
         api_keys=() if own.api_key_file is None else tuple(read_key_lines(own.api_key_file)),
         access=access,
         tls=None if own.tls_cert is None else (str(own.tls_cert), str(own.tls_key)),

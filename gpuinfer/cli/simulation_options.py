@@ -28,6 +28,7 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.lab.simulate import Arrivals, ClosedLoop, Mix, SimulationOutcome, simulate
 from gpuinfer.lab.simulate.event_loop import Drift
 from gpuinfer.lab.simulate.fitting import Fitted, fitted, replayed
+from gpuinfer.lab.simulate.simulated_router import QUEUE_LIMIT, RoutingSetup
 
 NAME = "simulate"
 REQUESTS = 100_000  # of a load that would never end
@@ -80,9 +81,18 @@ class SimulationOptions(api.Options):
     )
     in_flight: int | None = Field(None, ge=1, le=10**4, description="batches at once; default: 1, or as in the trace")
     replicas: int = Field(1, ge=1, le=10**4, description="servers behind the router")
-    routing: Literal["least-loaded", "power-of-two", "sticky", "round-robin", "random"] = Field(
-        "least-loaded", description="which replica a request goes to; sticky: all of a client's to one"
+    routing: str = Field(
+        "least-loaded",
+        description="which replica a request goes to; sticky: all of a client's to one",
+        json_schema_extra={"kind": "routing"},
     )
+    queue: Literal["replica", "global"] = Field(
+        "replica", description="where requests wait: at the replica that was chosen, or in the router for the first one"
+    )
+    max_inputs: int | None = Field(
+        None, ge=1, le=10**6, description="requests under way at one replica, at most [none; its rows with a queue]"
+    )
+    queue_limit: int = Field(QUEUE_LIMIT, ge=1, le=10**9, description="requests that wait in the router, at most")
     target: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="p95 latency; default: the strategy's latency_target"
     )
@@ -116,7 +126,7 @@ class Scenario:
             self.factory,
             self.limits,
             replicas=replicas or options.replicas,
-            routing=options.routing,
+            routing=RoutingSetup(options.routing, options.queue, options.max_inputs, options.queue_limit),
             seed=self.seed,
             requests=REQUESTS if endless and options.requests is None else options.requests,
             duration=options.duration,

@@ -93,6 +93,7 @@ KINDS = {
     "games": "game",
     "environments": "environment",
     "decoders": "decoder",
+    "routing": "policy",
 }
 """Each kind of plugin and the word for one of it. `gpuinfer.<kind>` is its entry-point group."""
 
@@ -101,6 +102,7 @@ BASES = {
     "strategies": "gpuinfer.api:Strategy",
     "workloads": "gpuinfer.api:Workload",
     "decoders": "gpuinfer.text.diffusion.unmasking_decoder:UnmaskingDecoder",
+    "routing": "gpuinfer.api:RoutingPolicy",
 }
 """What plugins of a kind derive from. By name: some stand above us, and pydantic is slow for who only lists."""
 

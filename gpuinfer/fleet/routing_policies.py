@@ -1,4 +1,4 @@
-"""Routing policies: which replica a request goes to.
+"""The built-in routing policies: which replica a request goes to; and the guard that asks any policy.
 
 A policy reads no clock and does no I/O, so that the router and the simulator run the same.
 """
@@ -7,60 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gpuinfer.errors import UnknownName, UsageError
+from pydantic import Field
 
-
-class ReplicaLoad:
-    """One replica as it stands now. Whoever asks the policy keeps the numbers up to date.
-
-    `in_flight`: rows, or tokens, that it has now; `speed`: relative to the others, above 0; a slow start lowers it.
-    `member` is its number in the fleet, and stays its own.
-    """
-
-    __slots__ = ("in_flight", "mark", "member", "speed")
-
-    def __init__(self, member: int, in_flight: float = 0, speed: float = 1.0) -> None:
-        self.member, self.in_flight, self.speed = member, in_flight, speed
-        self.mark = hashed(b"%d" % member) | 1  # what `sticky` knows it by, in every process and on every machine
-
-    def __repr__(self) -> str:
-        return f"Load({self.member}, in_flight={self.in_flight:g}, speed={self.speed:g})"
-
-
-@dataclass(slots=True)
-class RoutedRequest:
-    """A request. `affinity` is what its like share: a session, a user, or a hash of how the prompt begins."""
-
-    rows: float = 1.0
-    affinity: bytes | None = None
-
-
-class RoutingChoice(NamedTuple):
-    """`why` is short, such as `least-loaded 3<5`: answers carry it in a header, printable ASCII."""
-
-    load: ReplicaLoad
-    why: str
-
-
-class RoutingPolicy(ABC):
-    """Chooses. A few microseconds each time: it stands in the way of every request."""
-
-    needs_affinity: bool = False  # whether it is worth finding out
-    needs_load: bool = True  # whether it looks at `in_flight` at all
-    OPTIONS: ClassVar[Mapping[str, float]] = {}  # with their defaults; none may be below 0
-
-    def __init__(self, dice: random.Random) -> None:
-        self._dice = dice
-
-    @abstractmethod
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
-        """One of `loads`, which are never empty, in any order, and need not be those of the time before."""
+from gpuinfer import api
+from gpuinfer.api import ReplicaLoad, RoutedRequest, RoutingChoice, RoutingPolicy, Setup
+from gpuinfer.config import blame, options, registry
+from gpuinfer.config.options import GivenValue
+from gpuinfer.errors import UsageError
 
 
 def hashed(what: bytes) -> int:
@@ -74,7 +30,7 @@ class Random(RoutingPolicy):
     needs_load = False
 
     def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
-        return RoutingChoice(loads[int(self._dice.random() * len(loads))], "random")
+        return RoutingChoice(loads[int(self.dice.random() * len(loads))], "random")
 
 
 class RoundRobin(RoutingPolicy):
@@ -117,7 +73,7 @@ class LeastLoaded(RoutingPolicy):
 
     def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
         least = other = math.inf
-        chosen, equals, draw = loads[0], 0, self._dice.random
+        chosen, equals, draw = loads[0], 0, self.dice.random
         for load in loads:
             score = load.in_flight / load.speed
             if score < least:
@@ -140,7 +96,7 @@ class PowerOfTwo(RoutingPolicy):
     """
 
     def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
-        count, draw = len(loads), self._dice.random
+        count, draw = len(loads), self.dice.random
         if count == 1:
             return RoutingChoice(loads[0], "power-of-two alone")
         first, second = int(draw() * count), int(draw() * (count - 1))
@@ -164,12 +120,16 @@ class Sticky(RoutingPolicy):
     """
 
     needs_affinity = True
-    OPTIONS: ClassVar[Mapping[str, float]] = {"margin": 8.0}
 
-    def __init__(self, dice: random.Random, margin: float = OPTIONS["margin"]) -> None:
-        super().__init__(dice)
-        self._margin = margin
-        self._least = LeastLoaded(dice)
+    class Options(api.Options):
+        margin: float = Field(8.0, ge=0, allow_inf_nan=False, description="requests that it may be ahead of the least")
+
+    options: Options
+
+    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self._margin = self.options.margin
+        self._least = LeastLoaded(self.setup)
 
     def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
         if asking.affinity is None:
@@ -190,34 +150,73 @@ class Sticky(RoutingPolicy):
 
 
 DEFAULT_POLICY = "least-loaded"
-POLICIES: Mapping[str, type[RoutingPolicy]] = {
+BUILT_IN: Mapping[str, type[RoutingPolicy]] = {
     DEFAULT_POLICY: LeastLoaded,
     "power-of-two": PowerOfTwo,
     "sticky": Sticky,
     "round-robin": RoundRobin,
     "random": Random,
 }
+LONGEST_WHY = 100
+KIND = "routing"
 
 
-def make_policy(name: str, dice: random.Random, **options: float | str) -> RoutingPolicy:
-    """The policy of this name; `dice` decide what it leaves to chance. Options are numbers of 0 or more, or say them.
-
-    Raises `UnknownName` for a policy or an option that is none, and `UsageError` for a value that cannot be.
-    """
-    if name not in POLICIES:
-        raise UnknownName("routing", name, POLICIES, label="Known")
-    policy = POLICIES[name]
-    for option in options:
-        if option not in policy.OPTIONS:
-            raise UnknownName(f"option of routing '{name}'", option, policy.OPTIONS, label="Known")
-    return policy(dice, **{option: _number(name, option, value) for option, value in options.items()})
-
-
-def _number(name: str, option: str, value: float | str) -> float:
-    try:
-        found = float(value)
-    except ValueError:
-        found = math.nan
-    if not found >= 0:
-        raise UsageError(f"routing '{name}': {option}={value} cannot be. Give a number of 0 or more.")
+def policy_class(name: str) -> type[RoutingPolicy]:
+    """The policy of this name. Raises `UnknownName` and `PluginError`."""
+    stale = not any(record.place == registry.BUILT_IN for record in registry.listing(KIND))
+    if stale and name in BUILT_IN:  # a checkout whose installed metadata is older than its code
+        return BUILT_IN[name]
+    found: type[RoutingPolicy] = registry.load(KIND, name)
     return found
+
+
+def check_policy_options(name: str, given: Mapping[str, GivenValue]) -> dict[str, Any]:
+    """Options as the policy of this name takes them; it is built once, to see that it can be. Raises `UsageError` for
+    what it does not take, and `WorkError` for what it raises.
+    """
+    kind = policy_class(name)
+    if (missing := kind.missing()) is not None:
+        raise UsageError(f"routing policy '{name}' cannot be used here: {missing}")
+    checked = options.check(kind.Options, given, f"routing policy '{name}'")
+    blame.make(kind, Setup(), checked)
+    return checked
+
+
+def make_policy(name: str, seed: int, **given: Any) -> RoutingPolicy:
+    """The policy of this name; the seed decides what it leaves to chance. Raises as `check_policy_options` does."""
+    return blame.make(policy_class(name), Setup(seed=seed), given)
+
+
+class PolicyGuard:
+    """Asks a policy. Where that raises, or answers what is no choice, the least loaded replica is taken."""
+
+    def __init__(self, policy: RoutingPolicy, on_fault: Callable[[str], None]) -> None:
+        """`on_fault` is called with each fault: whose it is, what was wrong, and the cure."""
+        self.policy, self._on_fault = policy, on_fault
+        self._fallback = LeastLoaded(policy.setup)
+
+    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+        """One of `loads`, which are never empty."""
+        try:
+            choice = self.policy.choose(loads, asking)
+            wrong = _fault_of(choice, loads)
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            fault = blame.raised_by(self.policy, "choose", error)
+        else:
+            if wrong is None:
+                return choice
+            fault = blame.failure(self.policy, f"choose returned {repr(choice)[:80]}, and {wrong}")
+        self._on_fault(f"{fault} The least loaded replica is taken in its place.")
+        load, why = self._fallback.choose(loads, asking)
+        return RoutingChoice(load, f"fallback {why}")
+
+
+def _fault_of(choice: RoutingChoice, loads: Sequence[ReplicaLoad]) -> str | None:
+    if not isinstance(choice, RoutingChoice):
+        return "that is no RoutingChoice"
+    load, why = choice
+    if load not in loads:
+        return "that is none of the replicas"
+    if type(why) is str and why.isascii() and why.isprintable() and len(why) <= LONGEST_WHY and ";" not in why:
+        return None
+    return f"its reason is no line of at most {LONGEST_WHY} ASCII characters without semicolons"

@@ -93,6 +93,7 @@ class Fleet:
         self._scaler = Scaler(plan.limits)
         self._counting = ReplicaCounters()
         self._draining = False
+        self._policy_faults: set[str] = set()  # that people have been told of
         self._tasks: list[asyncio.Task[None]] = []
         self._folder = FleetFolder(launcher.shared, plan.logs, plan.worker_keys)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
@@ -315,9 +316,12 @@ class Fleet:
             task.cancel()
 
     def _on_router_event(self, event: Mapping[str, Any]) -> None:
-        """A request has failed at a member: probe that now."""
+        """A request has failed at a member: probe that now. Or the routing policy has failed: say so once."""
         if isinstance(id := event.get("member"), int):
             self._members.nudge(id)
+        if (fault := event.get("fault")) is not None and fault not in self._policy_faults:
+            self._policy_faults.add(str(fault))
+            self._tell(str(fault))
 
     def _on_router_telemetry(self, spans: Sequence[FinishedSpan], records: Sequence[LoggedRecord]) -> None:
         """What a router process has recorded of its requests."""

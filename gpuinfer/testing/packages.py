@@ -58,8 +58,8 @@ def of_path(path: str) -> registry.PluginRecord:
         if isinstance(found, type) and issubclass(found, base):
             return registry.PluginRecord(kind, path, "", "", path)
     raise UsageError(
-        f"plugin '{path}' is no class of a game, backend, strategy, workload or decoder. Name one that derives from "
-        "its base class."
+        f"plugin '{path}' is no class of a game, backend, strategy, workload, decoder or policy. Name one that "
+        "derives from its base class."
     )
 
 
@@ -127,6 +127,12 @@ def _check_environment(plugin: Any, values: Mapping[str, Any], order: CheckOrder
     check_environment(functools.partial(plugin, **values), examiner=order.examiner(""))
 
 
+def _check_policy(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
+    from gpuinfer.testing.policies import check_policy  # likewise
+
+    check_policy(lambda: plugin(SETUP, **values), examiner=order.examiner(""))
+
+
 CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], object]] = {
     "backends": _check_backend,
     "strategies": lambda plugin, values, order: check_strategy(
@@ -138,6 +144,7 @@ CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], object]] = {
     "games": _check_game,
     "decoders": _check_decoder,
     "environments": _check_environment,
+    "routing": _check_policy,
 }
 
 

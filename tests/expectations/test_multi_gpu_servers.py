@@ -20,6 +20,7 @@ sys.path += [str(Path(__file__).parents[1] / place) for place in ("fleet", "rout
 
 from fleet_programs import fleet, launcher, plan, until
 from killing import DIFFERENT, Load
+from packages import install
 from ports import free_port
 from standin_replica import text
 
@@ -285,3 +286,97 @@ def test_a_global_order_has_one_holder():
     assert planned("--replicas 2 --queue global").queue == "global"
     with pytest.raises(UsageError, match=r"one process must hold.*Leave one of them out"):
         planned("--replicas 2 --queue global --router-processes 2")
+
+
+# Routing policies of other packages
+
+POLICIES = '''
+    """Routing policies that a third party could have written."""
+    from pydantic import Field
+    from gpuinfer.api import Options, ReplicaLoad, RoutingChoice, RoutingPolicy
+
+    class Highest(RoutingPolicy):
+        """Always the replica of the highest number."""
+
+        class Options(Options):
+            word: str = Field("highest", description="what it says of its choice")
+
+        def choose(self, loads, asking):
+            return RoutingChoice(max(loads, key=lambda load: load.member), self.options.word)
+
+    class Broken(RoutingPolicy):
+        """Raises, answers nothing, or a replica that is not there, in turns."""
+        asked = 0
+
+        def choose(self, loads, asking):
+            self.asked += 1
+            if self.asked % 3 == 0:
+                raise KeyError("no such replica")
+            return RoutingChoice(ReplicaLoad(99), "mine") if self.asked % 3 == 1 else None
+'''
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    """A package with two policies, installed where this process and those that it starts find it."""
+    points = {"routing": {"highest": "acme_routing:Highest", "broken": "acme_routing:Broken"}}
+    install(folder := tmp_path / "site", "acme-routing", points, {"acme_routing": POLICIES})
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+    yield folder
+    sys.modules.pop("acme_routing", None)
+
+
+def route(answer) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in answer.headers["x-gpuinfer-route"].split("; "))
+
+
+async def test_a_routing_policy_of_another_package_routes_a_fleet(acme, tmp_path):
+    given = {"routing": "highest", "routing_options": {"word": "up here"}}
+    async with fleet(tmp_path, replicas=2, **given) as it:
+        await until(lambda: it.whole(2), "two workers up")
+        found = [route(await it.ask("POST", "/v1/completions", ASKED)) for _ in range(4)]
+        assert {(one["replica"], one["why"]) for one in found} == {("1", "up here")}
+
+
+async def test_a_policy_that_fails_is_named_and_the_least_loaded_replica_taken(acme, tmp_path):
+    async with fleet(tmp_path, replicas=2, routing="broken") as it:
+        await until(lambda: it.whole(2), "two workers up")
+        answers = [await it.ask("POST", "/v1/completions", ASKED) for _ in range(6)]
+        assert {answer.status for answer in answers} == {200}
+        assert all(route(answer)["why"].startswith("fallback least-loaded") for answer in answers)
+        assert (await it.json("/stats"))["router"]["policy_faults"] == 6
+        await until(lambda: it.log.count("The least loaded replica is taken") == 3, "three notices")
+        assert "policy 'broken' (package acme-routing 1.0): choose raised KeyError: 'no such replica'" in it.log
+        assert "choose returned None, and that is no RoutingChoice" in it.log
+        assert "and that is none of the replicas" in it.log
+        assert "gpuinfer plugins check acme-routing" in it.log
+
+
+def test_policies_are_listed_shown_checked_simulated_and_refused_as_plugins_are(acme, gpuinfer):
+    code, said, _ = gpuinfer("plugins", "list")
+    assert code == 0
+    assert "acme-routing 1.0" in said
+    code, said, _ = gpuinfer("plugins", "show", "policy", "highest")
+    assert (code, "-R word=" in said) == (0, True)
+    code, said, _ = gpuinfer("plugins", "check", "acme_routing:Highest")
+    assert (code, "checks hold" in said) == (0, True), said
+    code, said, _ = gpuinfer("plugins", "check", "acme_routing:Broken")
+    assert code == 4
+    assert "chooses one of the replicas, and says why" in said
+    words = "simulate --clients 8 --alpha 1ms --beta 4ms --replicas 3 --requests 500 --routing"
+    assert gpuinfer(*words.split(), "highest")[0] == 0
+    code, said, noted = gpuinfer(*words.split(), "broken")
+    assert (code, "policy 'broken' (package acme-routing 1.0)" in " ".join((said + noted).split())) == (0, True)
+    code, _, said = gpuinfer(*words.split(), "highets")
+    assert (code, "Did you mean 'highest'" in said) == (2, True)
+    code, _, said = gpuinfer("serve", "--model", "tiny", "--replicas", "2", "--routing", "highest", "-R", "wrod=x")
+    assert (code, "wrod" in said and "word" in said) == (2, True)
+
+
+def test_a_new_policy_keeps_the_contract_as_it_is_written(tmp_path, gpuinfer, monkeypatch):
+    code, said, _ = gpuinfer("plugins", "new", "policy", "packing", "--path", str(tmp_path))
+    assert (code, "gpuinfer_packing/policy.py" in said) == (0, True)
+    monkeypatch.syspath_prepend(str(tmp_path / "gpuinfer-packing"))
+    code, said, _ = gpuinfer("plugins", "check", "gpuinfer_packing.policy:PackingPolicy")
+    assert code == 0, said

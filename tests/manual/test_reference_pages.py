@@ -53,7 +53,7 @@ def test_there_is_no_other_page(written):
 
 
 def test_every_option_of_every_plugin_of_ours_is_there(written):
-    for kind in ("backends", "strategies", "decoders"):
+    for kind in ("backends", "strategies", "decoders", "routing"):
         for record in registry.listing(kind):
             if record.distribution == "gpuinfer":
                 fields = options.fields_of(registry.load(kind, record.name).Options)

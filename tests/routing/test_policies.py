@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuinfer.api import ReplicaLoad, RoutedRequest
+from gpuinfer.config import registry
+from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.fleet.routing_policies import POLICIES, ReplicaLoad, RoutedRequest, make_policy
+from gpuinfer.fleet.routing_policies import check_policy_options, make_policy
 
 loads_st = st.lists(
     st.builds(ReplicaLoad, st.integers(0, 500), st.integers(0, 1000), st.floats(0.01, 8.0)),
@@ -23,7 +25,7 @@ FAVOURITES = [1, 5, 7, 7, 0, 5, 3, 5, 0, 2]  # of ten users among eight replicas
 
 
 def policy(name, seed=1, **options):
-    return make_policy(name, random.Random(seed), **options)
+    return make_policy(name, seed, **options)
 
 
 def fleet(*in_flight):
@@ -34,7 +36,7 @@ def user(number):
     return RoutedRequest(1, b"user %d" % number)
 
 
-@given(st.lists(loads_st, min_size=1, max_size=8), askings, st.sampled_from(sorted(POLICIES)))
+@given(st.lists(loads_st, min_size=1, max_size=8), askings, st.sampled_from(registry.names("routing")))
 def test_nobody_who_is_absent_is_chosen_whoever_comes_and_goes(times, asking, name):
     chooser = policy(name)
     for loads in times:
@@ -108,7 +110,7 @@ def test_routers_agree_on_the_favourites_or_a_restart_would_empty_every_cache():
 
 @pytest.mark.parametrize(("ahead", "why"), [(4, "sticky"), (5, "sticky-broken 5>0")])
 def test_sticky_breaks_by_its_margin(ahead, why):
-    chooser, loads = policy("sticky", margin="4.0"), fleet(0, 0, 0)
+    chooser, loads = policy("sticky", margin=4.0), fleet(0, 0, 0)
     favourite = chooser.choose(loads, user(1)).load
     favourite.in_flight = ahead
     chosen, said = chooser.choose(loads, user(1))
@@ -133,13 +135,13 @@ def test_two_choices_bound_the_imbalance_where_one_does_not():
     ("name", "options", "error", "said"),
     [
         ("least-load", {}, UnknownName, "Did you mean 'least-loaded'"),
-        ("sticky", {"margins": 3}, UnknownName, "Did you mean 'margin'"),
-        ("random", {"margin": 3}, UnknownName, "Known: none"),
-        ("sticky", {"margin": -1}, UsageError, "Give a number of 0 or more"),
-        ("sticky", {"margin": "far"}, UsageError, "margin=far cannot be"),
-        ("sticky", {"margin": "nan"}, UsageError, "margin=nan cannot be"),
+        ("sticky", {"margins": 3}, UsageError, r"-R margins.*Did you mean 'margin'|margins.*margin"),
+        ("random", {"margin": 3}, UsageError, "margin"),
+        ("sticky", {"margin": -1}, UsageError, "-R margin"),
+        ("sticky", {"margin": "far"}, UsageError, "-R margin: 'far' is not a number"),
+        ("sticky", {"margin": "nan"}, UsageError, "-R margin: 'nan'"),
     ],
 )
 def test_what_is_none_is_refused(name, options, error, said):
     with pytest.raises(error, match=said):
-        policy(name, **options)
+        check_policy_options(name, {key: GivenValue(value, f"-R {key}") for key, value in options.items()})

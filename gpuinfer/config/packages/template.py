@@ -71,6 +71,12 @@ KINDS = {
         ),
         ("numpy>=2.0", "pydantic>=2.9"),
     ),
+    "policy": TemplateKind(
+        "A routing policy for gpuinfer's fleets: one replica is filled after the other",
+        {"policy.py": "the policy `{name}`, with its options"},
+        ("gpuinfer simulate --rate 500 --alpha 1ms --beta 4ms --replicas 4 --routing {name} --requests 2000",),
+        ("pydantic>=2.9",),
+    ),
     "environment": TemplateKind(
         "An environment for gpuinfer's rollouts: sentences of a given number of words",
         {"environment.py": "the environment `{name}`, with its options"},

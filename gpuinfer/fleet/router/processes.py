@@ -248,6 +248,7 @@ class RouterCounters:
     queue_full: int = 0  # answered 429, since no replica had room and too many waited
     queue_expired: int = 0  # whose deadline passed while they waited
     queue_wait_us: int = 0  # microseconds that those which were sent had waited, together
+    policy_faults: int = 0  # choices that the routing policy did not make: the least loaded replica was taken
     restarts: int = 0  # of router processes
 
 
@@ -421,7 +422,7 @@ class _ProcessHandle:
         elif message["event"] == "telemetry":
             spans = msgspec.convert(message["spans"], list[FinishedSpan])
             self._routers.on_telemetry(spans, msgspec.convert(message["records"], list[LoggedRecord]))
-        elif message["event"] == "failed":
+        elif message["event"] in ("failed", "policy"):
             self._routers.heard(message)
 
     def tell(self, news: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.api import RoutedRequest
 from gpuinfer.fleet.router.connection_pool import ConnectionPool
 from gpuinfer.fleet.router.event_stream import ByteBudget
 from gpuinfer.fleet.router.http_message import affinity_of
@@ -20,7 +21,7 @@ from gpuinfer.fleet.router.proxied_request import ProxiedRequest
 from gpuinfer.fleet.router.replica_table import HALF_OPEN, ReplicaTable, RoutedReplica
 from gpuinfer.fleet.router.request_queue import RequestQueue, back_in_front
 from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell, SharedCounters
-from gpuinfer.fleet.routing_policies import RoutedRequest, make_policy
+from gpuinfer.fleet.routing_policies import PolicyGuard, make_policy
 from gpuinfer.http.network import DisconnectWatcher
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ DRAINING_S = 2.0  # until the roster shows that a replica drains
 REPORT_S = 0.1  # between two reports of one member's failures
 TIDY_S = 5.0  # between two searches for idle connections
 ANY = RoutedRequest()
+MOST_FAULTS = 16  # of a policy, that are told apart
 RATE_SHARE = 0.02  # of a tick, in the moving average
 LONGEST_RETRY_S = 60
 QUEUE_FULL = "all replicas have as many requests as they may, and no more may wait here. Ask again later."
@@ -103,7 +105,10 @@ class Relay:
         self.active = 0  # requests under way
         self._loop, self._report = loop, report
         self._shared = counters.processes > 1
-        self._policy = make_policy(config.policy, random.Random(), **config.policy_options)
+        policy = make_policy(config.policy, random.getrandbits(63), **config.policy_options)
+        self._needs_affinity = policy.needs_affinity
+        self._policy = PolicyGuard(policy, self._policy_failed)
+        self._policy_faults: set[str] = set()  # that were reported
         self._retries = RETRIES_AT_FIRST if config.retry_budget > 0 else 0.0  # each request earns a share of one
         self._global = config.queue == "global"
         self._bounded = self._global or config.max_inputs is not None
@@ -185,11 +190,10 @@ class Relay:
         if self._shared:
             for one in loads:
                 one.count_others()
-        asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._policy.needs_affinity else ANY
+        asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._needs_affinity else ANY
         while True:
             replica, reason = self._policy.choose(loads, asking)
-            if not isinstance(replica, RoutedReplica):
-                return True
+            assert isinstance(replica, RoutedReplica)
             if not (bounded and self._shared):
                 replica.enter()
                 break
@@ -208,6 +212,13 @@ class Relay:
             request.trace.attempt(replica, request.reason, request.resumes)
         request.start(replica.pool)
         return True
+
+    def _policy_failed(self, fault: str) -> None:
+        """The policy has made no choice: count it, and report what is wrong once."""
+        self.count(ProcessCell.POLICY_FAULTS)
+        if fault not in self._policy_faults and len(self._policy_faults) < MOST_FAULTS:
+            self._policy_faults.add(fault)
+            self._report({"event": "policy", "fault": fault})
 
     # The queue: requests for which no replica has room, and those for which there is none just now
 

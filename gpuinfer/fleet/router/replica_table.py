@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from gpuinfer.api import ReplicaLoad
 from gpuinfer.fleet.router.connection_pool import ConnectionPool
 from gpuinfer.fleet.router.protocol import FleetMember, RouterConfig
 from gpuinfer.fleet.router.shared_counters import NOWHERE, MemberCell, SharedCounters
-from gpuinfer.fleet.routing_policies import ReplicaLoad
 
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 
@@ -107,7 +107,6 @@ class RoutedReplica(ReplicaLoad):
         "own",
         "pool",
         "reported_at",
-        "room",
         "warm_at",
     )
 
@@ -123,7 +122,6 @@ class RoutedReplica(ReplicaLoad):
         super().__init__(member.id, speed=member.speed)
         self.fleet_member, self.pool, self.breaker = member, pool, breaker
         self.own = 0  # requests under way there from this process
-        self.room: float = math.inf  # requests that it may have under way
         self.reported_at = 0.0  # when its last failure was reported
         self.draining_until = 0.0  # on the loop's clock: it drains, and gets no request before; 0: it does not
         self.warm_at = 0.0  # wall clock: when its slow start is over
@@ -207,7 +205,7 @@ class ReplicaTable:
         self._all: dict[int, RoutedReplica] = {}
         self._changing: dict[int, RoutedReplica] = {}  # breaker not closed, draining, or in slow start
         self._ever_named = False  # whether any replica has ever been named
-        self.usable: list[RoutedReplica] = []
+        self.usable: tuple[RoutedReplica, ...] = ()  # no list: policies see it, and may not change it
 
     def update(self, members: Iterable[tuple[FleetMember, int]]) -> None:
         """Each with its slot on the counters."""
@@ -242,7 +240,7 @@ class ReplicaTable:
 
     def refresh(self) -> None:
         """Find anew which replicas take requests."""
-        self.usable = [replica for replica in self._all.values() if replica.open_to_requests]
+        self.usable = tuple(replica for replica in self._all.values() if replica.open_to_requests)
         now = time.time()
         self._changing = {
             replica.member: replica

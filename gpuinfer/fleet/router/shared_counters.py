@@ -42,6 +42,7 @@ class ProcessCell(IntEnum):
     QUEUE_FULL = 8
     QUEUE_EXPIRED = 9
     QUEUE_WAIT_US = 10
+    POLICY_FAULTS = 11
 
 
 _ROW = len(ProcessCell) + (SLOTS + 1) * len(MemberCell)

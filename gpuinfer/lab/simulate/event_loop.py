@@ -19,10 +19,11 @@ from gpuinfer.config.blame import WarnOnce
 from gpuinfer.engine.arrivals import Arrivals, ClosedLoop, Offer
 from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.routing_policies import DEFAULT_POLICY, ReplicaLoad, RoutedRequest, make_policy
+from gpuinfer.fleet.routing_policies import DEFAULT_POLICY
 from gpuinfer.lab.simulate.outcome import SimulationOutcome
 from gpuinfer.lab.simulate.simulated_replica import Running, SimulatedReplica
-from gpuinfer.stats import Lane, merge_snapshots
+from gpuinfer.lab.simulate.simulated_router import RoutingSetup, SimulatedRouter, as_request
+from gpuinfer.stats import ClassCount, Lane, Snapshot, merge_snapshots
 
 
 class ArrivalFeed(Protocol):
@@ -114,31 +115,6 @@ class ClosedFeed:
         return True
 
 
-Route = Callable[[Offer], "SimulatedReplica"]
-
-
-def route(policy: str, replicas: Sequence[SimulatedReplica], dice: random.Random) -> Route:
-    """Picks a replica for each request. A client is its requests' affinity. Raises `UnknownName` for no policy."""
-    chooser = make_policy(policy, dice)
-    if len(replicas) == 1:
-        return lambda ask: replicas[0]
-    loads = [ReplicaLoad(number) for number in range(len(replicas))]
-    cores = [replica.core for replica in replicas]
-    looks, keyed = chooser.needs_load, chooser.needs_affinity
-    keys: dict[Hashable, bytes | None] = {None: None}
-
-    def pick(ask: Offer) -> SimulatedReplica:
-        if looks:
-            for load, core in zip(loads, cores, strict=True):
-                load.in_flight = core.rows
-        if keyed and ask.client not in keys:
-            keys[ask.client] = str(ask.client).encode()
-        asking = RoutedRequest(ask.rows, keys[ask.client] if keyed else None)
-        return replicas[chooser.choose(loads, asking).load.member]
-
-    return pick
-
-
 WARM_UP = 0.05
 LITTLE = 0.5  # of the rows served by the last arrival: less, and the run is too short to leave out its end
 
@@ -153,7 +129,7 @@ def simulate(
     limits: Limits,
     *,
     replicas: int = 1,
-    routing: str = DEFAULT_POLICY,
+    routing: str | RoutingSetup = DEFAULT_POLICY,
     seed: int = 0,
     requests: int | None = None,
     duration: float | None = None,
@@ -164,12 +140,14 @@ def simulate(
 ) -> SimulationOutcome:
     """Simulate until so many requests, or so many seconds of them, have come, and all of them are settled.
 
-    `strategy` and `recorder` are called for each replica. `warmup` is the share of the requests (or of the seconds)
+    `routing` is a policy's name, or all of how requests come to replicas. `strategy` and `recorder` are called for each
+    replica. `warmup` is the share of the requests (or of the seconds)
     that is not counted. Clients of a closed loop join, as those of a run do, where one replica serves them all. The
     same arguments give the same outcome. Raises `UsageError`, and what a strategy raises as `StrategyError`.
     """
     simulation = Simulation(arrivals, service, limits, seed, requests, duration, warmup, drift)
-    simulation.open(strategy, replicas, routing, max_queue_rows, recorder)
+    chosen = RoutingSetup(routing) if isinstance(routing, str) else routing
+    simulation.open(strategy, replicas, chosen, max_queue_rows, recorder)
     simulation.run()
     return simulation.outcome()
 
@@ -219,7 +197,7 @@ class Simulation:
         self._feed = self._closed or OpenFeed(arrivals, dice, most, until)
         self._warm_taken = math.ceil(warmup * requests) if warmup and requests is not None else math.inf
         self._warm_at = warmup * duration if warmup and duration is not None else math.inf
-        self._events: list[tuple[float, int, SimulatedReplica, Running | None]] = []  # a heap
+        self._events: list[tuple[float, int, SimulatedReplica | None, Running | None]] = []  # a heap
         self._numbers = itertools.count()
         self._rows_taken = 0
         self._ebbs = False  # no more comes, or a client has left
@@ -234,7 +212,7 @@ class Simulation:
         self,
         strategy: Callable[[], Strategy],
         replicas: int,
-        routing: str,
+        routing: RoutingSetup,
         max_queue_rows: int | None,
         recorder: Callable[[], Journal] | None,
     ) -> None:
@@ -264,7 +242,8 @@ class Simulation:
         if self._joined and self._closed is not None:
             for client in self._closed.clients:
                 self.replicas[0].core.join(client, 0.0)
-        self._route = route(routing, self.replicas, self._dice("routing"))
+        limits, dice = self._limits, self._dice("routing")
+        self._router = SimulatedRouter(routing, self.replicas, limits, dice, self._turned_away, self._ring_router)
 
     def _service_s(self, dice: random.Random, rows: int, now: float) -> float:
         seconds = self._service.draw(rows, dice)
@@ -275,6 +254,14 @@ class Simulation:
 
     def _schedule(self, when: float, replica: SimulatedReplica, running: Running | None) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), replica, running))
+
+    def _ring_router(self, when: float) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), None, None))
+
+    def _turned_away(self, ask: Offer, why: str, now: float) -> None:
+        """The router has refused a request, or given up one that waited there."""
+        if self._closed is not None:
+            self._left(as_request(ask, now), now, why == "expired")
 
     def _left(self, request: Request, now: float, queued: bool) -> None:
         """A client has its answer, or was turned away: then it comes back no sooner than something has been served."""
@@ -287,7 +274,7 @@ class Simulation:
 
     def run(self) -> None:
         """Until everything has come and everything is settled."""
-        feed, events, pick, open_loop = self._feed, self._events, self._route, self._closed is None
+        feed, events, router, open_loop = self._feed, self._events, self._router, self._closed is None
         warm_taken, warm_at = self._warm_taken, self._warm_at
         touched: list[SimulatedReplica] = []
         while True:
@@ -303,20 +290,24 @@ class Simulation:
                 while feed.next_at <= now:
                     ask = feed.take()
                     self._rows_taken += ask.rows
-                    replica = pick(ask)
-                    replica.arrive(ask, now)
-                    touched.append(replica)
+                    if (sent_to := router.arrive(ask, now)) is not None:
+                        touched.append(sent_to)
                 if not events or events[0][0] > now:
                     break
                 _, _, replica, running = heapq.heappop(events)
+                if replica is None:
+                    router.expire(now)
+                    continue
                 if running is None:
                     replica.ring(now)
                 else:
                     replica.end(running, now)
+                    touched += router.send_waiting(now)
                 touched.append(replica)
             if feed.taken >= warm_taken or now >= warm_at:
                 for replica in self.replicas:  # what is counted begins here
                     replica.count_from_here()
+                router.count_from_here()
                 self._began = replace(self._mark(), rows=0, requests=0, busy_s=0.0, lanes_s=0.0)
                 warm_taken = warm_at = math.inf
             if self._full is None and (self._ebbs or (open_loop and feed.next_at == math.inf)):
@@ -347,20 +338,22 @@ class Simulation:
 
     def outcome(self) -> SimulationOutcome:
         """What has been counted. After `run`."""
-        snapshots = [replica.snapshot() for replica in self.replicas]
+        snapshots, router = [replica.snapshot() for replica in self.replicas], self._router
         began, ended, full = self._began, self._mark(), self._full or self._mark()
         until = full if full.now > began.now and full.rows >= LITTLE * ended.rows else ended
         seconds = until.now - began.now
         limits = self._limits
         capacity = self._service.capacity(limits.max_rows) * limits.in_flight * len(self.replicas)
         notices, offered = [notice for one in snapshots for notice in one.notices], self._arrivals.rows_per_s
+        notices += router.notices
         if offered is not None and offered > capacity:
             notices.append(
                 f"offered {offered:,.0f} rows/s > capacity {capacity:,.0f} rows/s: the queue grows, and so do "
                 f"these times, the longer it lasts and until it is full. Offer less, or add replicas."
             )
         return SimulationOutcome(
-            snapshot=merge_snapshots(snapshots),
+            snapshot=_with_refusals(merge_snapshots(snapshots), router),
+            router_wait=router.waited.to_wire(),
             replicas=snapshots,
             seconds=seconds,
             offered_requests=self._feed.taken - began.taken,
@@ -373,6 +366,16 @@ class Simulation:
             capacity_rows_per_s=capacity,
             notices=tuple(dict.fromkeys(notices)),
         )
+
+
+def _with_refusals(seen: Snapshot, router: SimulatedRouter) -> Snapshot:
+    """The counters of all replicas, with what the router itself has turned away."""
+    errors = {kind: count + router.errors[kind] for kind, count in seen.errors.items()}
+    classes = {name: dict(wire) for name, wire in seen.classes.items()}
+    for (name, kind), count in router.classes.items():
+        wire = classes.setdefault(name, ClassCount().to_wire())
+        wire["errors"] = {**wire["errors"], kind: wire["errors"].get(kind, 0) + count}
+    return replace(seen, errors=errors, classes=classes)
 
 
 def _rate(count: float, seconds: float) -> float:

@@ -5,12 +5,13 @@ that meets a latency target.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from gpuinfer.api import Reason, Request
-from gpuinfer.stats import Snapshot, mean_size, summarise
+from gpuinfer.stats import Histogram, Snapshot, mean_size, summarise
 from gpuinfer.units import number, short, whole
 
 
@@ -29,6 +30,8 @@ class SimulationOutcome:
     served_requests_per_s: float
     utilisation: float  # share of the time that the lanes spent on batches
     capacity_rows_per_s: float  # of all replicas, at the best batch size
+    router_wait: Mapping[str, Any] = field(default_factory=lambda: Histogram().to_wire())
+    """Of requests that were sent to replicas with a bound: how long they had waited in the router."""
     notices: Sequence[str] = ()  # what is to be said about it, once each
 
     @cached_property
@@ -40,6 +43,11 @@ class SimulationOutcome:
     def queue_wait_s(self) -> dict[str, float]:
         """The same from arrival to batch."""
         return summarise(self.snapshot.queue_wait)
+
+    @cached_property
+    def router_wait_s(self) -> dict[str, float]:
+        """The same in the router, where requests at a replica are bounded; else empty."""
+        return summarise(self.router_wait)
 
     @property
     def served_share(self) -> float:

@@ -55,6 +55,7 @@ class SimulatedReplica:
     ) -> None:
         self.core = Core(strategy, journal, warn)
         self.core.open(limits, max_queue_rows)
+        self.under_way = 0  # requests that wait here or are being served
         self.woken = False  # there is something to dispatch
         self.lanes = lanes
         self._free = list(reversed(lanes))
@@ -69,13 +70,16 @@ class SimulatedReplica:
     # What happens to it
 
     def arrive(self, ask: Offer, now: float) -> None:
-        _, rows, priority, timeout, client, group = ask
-        request = Request(None, rows, now, priority, now + timeout, group, client)
+        at, rows, priority, timeout, client, group = ask
+        # its payload: when it was offered, which is earlier where it has waited in the router
+        request = Request(at, rows, now, priority, at + timeout, group, client)
         self._alone = False
+        self.under_way += 1
         if (shed := self.core.arrive(request)) is not None:
             for other, _ in shed.turned_away:
                 self._settle(other, "rejected", now)
             if shed.refusal is not None:
+                self.under_way -= 1
                 if isinstance(shed.refusal, StrategyError):
                     raise shed.refusal
                 if self._left is not None:
@@ -100,6 +104,9 @@ class SimulatedReplica:
             for request in batch.requests:
                 self._settle(request, "failed", now)
         else:
+            self.under_way -= len(batch.requests)
+            for request in batch.requests:
+                request.arrived = request.payload  # its latency counts from there
             self.core.answered(batch, now)
             self.core.ended(batch, started, seconds, now)
             if self._left is not None:
@@ -163,6 +170,7 @@ class SimulatedReplica:
 
     def _settle(self, request: Request, outcome: str, now: float) -> None:
         """A request that was let in ends."""
+        self.under_way -= 1
         self.core.settled(request, outcome, now)
         if self._left is not None:
             self._left(request, now, True)

@@ -87,6 +87,7 @@ def run_figures(
         "latency_s": outcome.latency_s,
         "latency_cdf": cdf(snapshot.latency),
         "queue_wait_s": outcome.queue_wait_s,
+        "router_wait_s": outcome.router_wait_s,
         "classes": {
             name: {
                 **summarise(seen["latency"]),
@@ -137,6 +138,8 @@ def simulation_page(
         (run,) = runs
         of_classes = run["classes"].items() if len(run["classes"]) > 1 else ()
         seen = [("all", run["latency_s"]), *of_classes, ("in the queue", run["queue_wait_s"])]
+        if run["router_wait_s"]:
+            seen.append(("in the router", run["router_wait_s"]))
         table, notes = Table(LATENCY, [[name, *_times(times, LATENCY[1:])] for name, times in seen]), [*_run_notes(run)]
     verdict = dict(notes).get("answer") or dict(notes).get("verdict", "")
     return Page(title, verdict, document["command"], table, notes=[*notes, *remarks], plots=plots if runs else {})

@@ -365,6 +365,7 @@ ROUTER_COUNTERS = (
     ("queue_taken", "Requests that have waited in the router, and were sent to a replica."),
     ("queue_full", "Requests for which no replica had room and the router no place to wait: answered with 429."),
     ("queue_expired", "Requests whose deadline passed while they waited in the router."),
+    ("policy_faults", "Choices that the routing policy did not make: the least loaded replica was taken."),
     ("restarts", "Router processes that were started anew."),
 )
 
