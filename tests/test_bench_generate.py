@@ -133,8 +133,8 @@ def document(tmp_path):
     made = SeriesOutcome([generators.cell_variant(cell, given) for cell in given.cells()])
     for cell in given.cells():
         for repeat, rate in enumerate(RATES[cell.name]):
-            ran = Ran(cell.prompts * given.new_tokens / rate, cell.prompts * given.new_tokens)
-            made.runs.append(generators.measured_cell(cell, repeat, [[1, 2]] * cell.prompts, ran, given))
+            ran = Ran(cell.prompts(None) * given.new_tokens / rate, cell.prompts(None) * given.new_tokens)
+            made.runs.append(generators.measured_cell(cell, repeat, [[1, 2]] * cell.prompts(None), ran, given))
     done = Generators(given, plan, tmp_path)
     done.outcome, done.versions = made, dict.fromkeys(given.names, "1.2")
     built = bench_document("generate", made, compare_variants(made), plan, "2025-01-01T00:00:00+00:00")
@@ -161,7 +161,7 @@ def test_a_document_of_generators_fits_the_schema_and_is_told_as_a_grid(document
 
 def test_each_run_has_prompts_of_its_own_where_there_are_enough_and_only_ours_are_told_of_masks():
     sizes, repeats = (2, 8), 3
-    given = FilePrompts([[number] for number in range(needed(sizes, repeats))])
+    given = FilePrompts([[number] for number in range(needed(max(sizes), repeats))])
     taken = [one for repeat in range(repeats + 1) for one in given.of(repeat, max(sizes))]
     assert sorted(taken) == list(given.tokens)
     drawn = DrawnPrompts(9, (0,), seed=1)

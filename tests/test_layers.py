@@ -75,6 +75,7 @@ FACADES: dict[str, set[str]] = {
     },
     "http": {"access", "client", "http_exchange", "network", "parser", "route_table", "server"},
     "lab": {
+        "bench.ablation",
         "bench.advice_trial",
         "bench.bench_document",
         "bench.bench_tables",

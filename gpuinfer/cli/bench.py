@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import bench_generators, bench_rollouts, flags, output, workload_targets
+from gpuinfer.cli import bench_ablation, bench_generators, bench_rollouts, flags, output, workload_targets
 from gpuinfer.cli.comparison_end import (
     apply_winner,
     check_apply,
@@ -108,6 +108,8 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     destination, folder = output.Destination(common.report), report_folder(own["report"])
     check_apply(own["apply"])
     if target == bench_generators.TARGET:
+        if own["ablate"]:
+            return finished(target, bench_ablation.execute(values, own, folder), destination, folder, own)
         if names := bench_generators.named_generators(own["compare"], values):
             return finished(target, bench_generators.execute(names, values, own, folder), destination, folder, own)
         values = bench_generators.for_backends(values, own)

@@ -28,6 +28,7 @@ from gpuinfer.lab.peers.peer_process import PEERS, PROGRAMS, pythons
 from gpuinfer.serving.openai.sampling_fields import UNMASKING_FIELDS, UnmaskingOptions, unmasking_of
 
 if TYPE_CHECKING:
+    from gpuinfer.api import ModelSpec
     from gpuinfer.config.settings import Settings
     from gpuinfer.lab.bench.generators import Contest
     from gpuinfer.lab.bench.series import SeriesPlan
@@ -65,6 +66,11 @@ def named_generators(compare: Sequence[str] | None, values: Values) -> list[str]
 
 def for_backends(values: Values, own: Values) -> dict[str, Any]:
     """The workload's flags, where backends or settings are compared: those of generators have names of their own."""
+    if own["num_sequences"]:
+        raise UsageError(
+            "--num-sequences is for generators, and each row of --input is answered once. Add --compare batched, or "
+            "leave it out."
+        )
     if own["python"]:
         raise UsageError(f"--python is for {' and '.join(PEERS)}. Add --compare batched,vllm, or leave it out.")
     told = {"max_new_tokens": own["new_tokens"], "input": own["prompts"], "batch_size": own["batch_sizes"]}
@@ -105,58 +111,76 @@ def _work(
     names: Sequence[str], merged: Settings, values: Values, own: Values, series_plan: SeriesPlan, scratch: Path
 ) -> Contest:
     """Everything checked: the model, the prompts, and that they fit."""
-    from gpuinfer.api import ModelSpec, Setup
+    from gpuinfer.api import Setup
     from gpuinfer.generation import Sampling
-    from gpuinfer.lab.bench.generators import Contest, needed
-    from gpuinfer.serving.openai.model_options import check_with_model, prepare_model
+    from gpuinfer.lab.bench.generators import Contest, DrawnPrompts, needed
+    from gpuinfer.serving.openai.model_options import check_with_model
     from gpuinfer.text.checkpoint import open_checkpoint
 
     given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
     sizes = list(BATCH_SIZES)
     if (text := own["batch_sizes"]) is not None:
         sizes = whole_numbers("batch-sizes", text, MOST, "1,8,64")
-    chosen, meta = given.get("model") or given.get("checkpoint"), given.get("meta")
-    if chosen is None:
-        raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
-    if given.get("model"):
-        prepare_model(str(chosen), given.get("download", False))
-    weights = None if given.get("model") else str(chosen)
-    arguments: dict[str, Any] = {"meta": str(meta)} if meta else {}
-    if given.get("mask_token_id") is not None:
-        arguments["mask_token"] = given["mask_token_id"]
-    spec = ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text")
+    spec = named_model(given)
     checkpoint = open_checkpoint(spec)
+    sequences = own["num_sequences"]
     unmasking = unmasking_of(UnmaskingOptions(**{name: given[name] for name in UNMASKING_FIELDS if name in given}))
     if unmasking is not None:
         check_with_model(spec, Sampling(unmasking=unmasking))
     common = merged.common
     work = Contest(
-        model=str(chosen),
+        model=spec.name,
         names=names,
         batch_sizes=sizes,
         new_tokens=own["new_tokens"] or given.get("max_new_tokens") or NEW_TOKENS,
-        prompts=_prompts(
-            own["prompts"] or given.get("input"), checkpoint, common.seed, needed(sizes, series_plan.repeats)
+        prompts=drawn_or_given(
+            own["prompts"] or given.get("input"),
+            checkpoint,
+            DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, common.seed),
+            needed(sequences or max(sizes), series_plan.repeats),
         ),
         setup=Setup(devices=common.devices, dtype=common.dtype, seed=common.seed),
         folder=_folder(checkpoint, scratch) if set(names) & set(PEERS) else None,
-        weights=weights,
-        arguments=arguments,
+        weights=spec.weights,
+        arguments=spec.arguments,
         unmasking=unmasking,
         pythons=pythons(own["python"] or []),
-        command=_spelled(values),
+        command=spelled(values),
+        sequences=sequences,
     )
-    if work.length > checkpoint.shape.positions:
-        raise UsageError(
-            f"a prompt of {work.prompts.longest} tokens and {work.new_tokens} new ones do not fit into the "
-            f"{checkpoint.shape.positions} positions of {work.model}. Take a smaller --new-tokens, or shorter prompts."
-        )
+    refuse_long_prompts(work.prompts.longest, work.new_tokens, checkpoint.shape.positions, work.model)
     return work
 
 
-def _spelled(values: Values) -> str:
+def named_model(given: Mapping[str, Any]) -> ModelSpec:
+    """The model that the workload's options name. Raises `UsageError` where they name none."""
+    from gpuinfer.api import ModelSpec
+    from gpuinfer.serving.openai.model_options import prepare_model
+
+    chosen, meta = given.get("model") or given.get("checkpoint"), given.get("meta")
+    if chosen is None:
+        raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
+    if given.get("model"):
+        prepare_model(str(chosen), given.get("download", False))
+    arguments: dict[str, Any] = {"meta": str(meta)} if meta else {}
+    if given.get("mask_token_id") is not None:
+        arguments["mask_token"] = given["mask_token_id"]
+    weights = None if given.get("model") else str(chosen)
+    return ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text")
+
+
+def refuse_long_prompts(longest: int, new_tokens: int, positions: int, model: str) -> None:
+    """Raises `UsageError` where a prompt and its answer, in tokens, are longer than the model's context."""
+    if longest + new_tokens > positions:
+        raise UsageError(
+            f"a prompt of {longest} tokens and {new_tokens} new ones do not fit into the {positions} positions of "
+            f"{model}. Take a smaller --new-tokens, or shorter prompts."
+        )
+
+
+def spelled(values: Values) -> str:
     """The flags that say what is run, as they were given."""
-    kept = ("model", "checkpoint", "meta", "device", "dtype", "mask_token_id", *UNMASKING_FIELDS)
+    kept = ("model", "checkpoint", "meta", "device", "dtype", "backend_options", "mask_token_id", *UNMASKING_FIELDS)
     given = ((key, one) for key in kept if values.get(key) for one in _several(values[key]))
     return "".join(f" {flags.SHORTS.get(key) or flags.flag(key)} {shlex.quote(str(one))}" for key, one in given)
 
@@ -165,13 +189,13 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
-    """Those of the file, or drawn ones."""
-    from gpuinfer.lab.bench.generators import DrawnPrompts, prompts_from_file
+def drawn_or_given(path: Any, checkpoint: Any, drawn: Any, most: int) -> Any:
+    """The first `most` prompts of the file, or drawn ones."""
+    from gpuinfer.lab.bench.generators import prompts_from_file
     from gpuinfer.text.language import open_language
 
     if path is None:
-        return DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
+        return drawn
     return prompts_from_file(Path(path), open_language(checkpoint.language, checkpoint.shape), most)
 
 
@@ -194,6 +218,12 @@ def generators_flags() -> flags.Parameters:
         "batch_sizes": comparison_flag("batch_sizes", str | None, "N,N", f"Prompts at once. [default: {sizes}]"),
         "new_tokens": comparison_flag(
             "new_tokens", int | None, "N", f"Of each answer, no fewer and no more. [default: {NEW_TOKENS}]", min=1
+        ),
+        "num_sequences": comparison_flag(
+            "num_sequences", int | None, "N", "Prompts of a run, in all. [default: its batch size]", min=1
+        ),
+        "ablate": comparison_flag(
+            "ablate", bool, "", "What each part brings: our own, and without one part each.", default=False
         ),
         "prompts": comparison_flag("prompts", Path | None, "FILE", "Prompts, as of --input. [default: random tokens]"),
         "python": comparison_flag(

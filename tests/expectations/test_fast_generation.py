@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import nanogpt_training
 import pytest
 from forking import Forked, own_environment
@@ -21,9 +23,14 @@ from serving.replica_servers import serving
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.lab.bench.ablation import Facts, parts_of
+from gpuinfer.lab.bench.bench_document import bench_schema
+from gpuinfer.lab.bench.generators import GeneratorCell
+from gpuinfer.lab.peers import peer_child
 from gpuinfer.models.model_options import torch_compile_mode
 from gpuinfer.models.open_model import open_model
-from gpuinfer.text.generator.setup import open_generator
+from gpuinfer.text.generator.setup import PARTS, SHARED_PREFIXES, open_generator
 
 SECONDS = 240
 
@@ -50,6 +57,17 @@ def until(condition: Callable[[], object], process: Forked) -> None:
     while not condition():
         with contextlib.suppress(subprocess.TimeoutExpired):
             raise AssertionError(f"it ended with {process.wait(0.005)} before")
+
+
+def bench(folder: Path, *words: object) -> dict[str, Any]:
+    """The document of `bench generate`, which succeeds and fits the schema."""
+    command = ["gpuinfer", "bench", "generate", *words, "--json", "found.json", "--quiet"]
+    with Forked(command, folder, own_environment()) as process:
+        said = process.communicate(timeout=SECONDS)[1].decode()
+    assert process.returncode == 0, said
+    document: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    jsonschema.validate(document, bench_schema())
+    return document
 
 
 GREEDY = ("--temperature", 0, "--max-new-tokens", 9, "--ignore-eos")
@@ -195,3 +213,85 @@ def test_a_mode_of_torch_compile_changes_no_answer_and_stands_in_the_report(nano
     (compiled,) = generate(tmp_path, *flags, "-B", f"compile={mode}", "--json", "report.json")
     assert compiled["text"] == plain["text"]
     assert json.loads((tmp_path / "report.json").read_text())["environment"]["compile"] == mode
+
+
+def test_num_sequences_are_the_prompts_of_a_run_in_all():
+    for name, size in (("batched", 4), ("vllm", 4), ("sequential", 1)):
+        cell = GeneratorCell(name, size)
+        assert cell.prompts(10) == 10
+        assert cell.prompts(None) == 4
+
+
+@pytest.mark.thorough  # a child process that loads torch
+def test_bench_generate_answers_num_sequences_with_a_batch_of_them_at_once(tmp_path):
+    flags = ("--model", "tiny", "--compare", "batched", "--batch-sizes", 2, "--num-sequences", 5, "--new-tokens", 3)
+    document = bench(tmp_path, *flags, "--repeats", 1)
+    (run,) = document["runs"]
+    assert (run["progress"]["done"], document["grid"]["num_sequences"]) == (5, 5)
+    assert run["throughput"]["output_tokens_per_s"] * run["wall_s"] == pytest.approx(15)
+
+
+FACTS = Facts(device="cpu", cores=2, kernels=True, dtype="float32", options={}, batch_size=8, alike=48)
+
+
+@pytest.mark.parametrize(
+    ("facts", "absent"),
+    [
+        pytest.param({}, {"graphs", "dtype"}, id="a CPU in float32"),
+        pytest.param({"dtype": "bfloat16"}, {"graphs"}, id="a narrow format"),
+        pytest.param({"options": {"weights": "int8"}}, {"graphs"}, id="rounded weights"),
+        pytest.param({"cores": 1}, {"graphs", "dtype", "threads"}, id="one core"),
+        pytest.param({"device": "cuda"}, {"dtype", "threads"}, id="CUDA"),
+        pytest.param({"device": "cuda", "options": {"graphs": False}}, {"dtype", "threads", "graphs"}, id="eager"),
+        pytest.param({"alike": 8, "batch_size": 1}, {"graphs", "dtype", "prefix cache", "batch"}, id="a lone row"),
+        pytest.param({"kernels": False}, {"graphs", "dtype", "compile"}, id="a model that torch computes"),
+    ],
+)
+def test_each_part_of_fast_generation_is_measured_or_has_a_reason(facts, absent):
+    parts = parts_of(replace(FACTS, **facts))
+    names = ["KV cache", "prefix cache", "batch", "compile", "graphs", "threads", "dtype", "sampling"]
+    assert [part.name for part in parts] == names
+    assert {part.name for part in parts if part.absent} == absent
+
+
+def test_without_a_part_the_answers_are_the_same(nanogpt):
+    """What the table compares is the same work: only its speed differs."""
+    folder, _ = nanogpt
+    spec = ModelSpec("matches", weights=str(folder / "out/ckpt.pt"), arguments={"slots": 3, "context": 64}, kind="text")
+    setup = Setup(model=spec)
+    sampling = Sampling(max_tokens=10, temperature=0.8, top_k=200, ignore_eos=True)
+    words = [WORDS.index(word) for word in [END, *OPENING] * 3]
+    prompts = [Prompt(tokens=(*words[:33], number), sampling=sampling, key=str(number)) for number in range(3)]
+    found, cached = {}, {}
+    for part in ((), *((one,) for one in PARTS)):
+        generator = open_generator(spec, setup, InProcess.Options(), without=part)
+
+        def answer(prompts: list[Prompt], generator: Any = generator, part: Any = part) -> list[tuple[int, ...]]:
+            for ticket, prepared in enumerate(generator.prepare(prompts)):
+                generator.add(ticket, prepared)
+            done: dict[Any, Any] = {}
+            while generator.busy:
+                done.update(generator.step().finished)
+            cached[part] = sum(done[ticket].cached_tokens for ticket in range(len(prompts)))
+            return [done[ticket].completions[0].tokens for ticket in range(len(prompts))]
+
+        found[part] = answer(prompts)
+        if part == (SHARED_PREFIXES,):
+            assert peer_child.recomputed(answer, prompts) == found[part]
+        generator.close()
+    assert len(set(map(str, found.values()))) == 1, found
+    assert cached[()] >= 64
+    assert cached[(SHARED_PREFIXES,)] == 0
+
+
+@pytest.mark.thorough  # seven child processes that load torch
+def test_ablate_prints_what_each_part_brings(tmp_path):
+    document = bench(tmp_path, "--ablate", "--model", "tiny", "--batch-sizes", 2, "--new-tokens", 4, "--repeats", 2)
+    found = {one["part"]: one for one in document["ablation"]["parts"]}
+    assert found["graphs"]["why_not"] == "a CPU has no CUDA graphs"
+    assert document["status"] == "done"
+    for name in ("KV cache", "prefix cache", "batch", "compile", "sampling"):
+        assert found[name]["brings"] > 0
+        low, high = found[name]["ci95"]
+        assert low <= found[name]["brings"] <= high
+    assert len(document["samples"]) == 2 * (1 + sum(one["brings"] is not None for one in found.values()))

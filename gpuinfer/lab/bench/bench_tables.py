@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpuinfer.lab.bench import bench_plots, generators_tables
+from gpuinfer.lab.bench import ablation_tables, bench_plots, generators_tables
 from gpuinfer.lab.bench.bench_plots import draw_throughput
 from gpuinfer.lab.bench.comparison import interval_text, metric_unit, span, value_text
 from gpuinfer.lab.bench.measurement import LATENCY
@@ -35,6 +35,7 @@ BRIEF = {WORK: 5, LOAD: 8}  # columns on a terminal: the notes say the rest
 SPREAD = 1.5  # the fastest run of a variant over its slowest, from which the machine counts as unquiet
 ABOVE = 1.1  # times what the bare model was measured to do, which nothing can exceed
 SECTIONS = {
+    "ablation": ablation_tables.ablation_page,
     "grid": generators_tables.generators_page,
     "serve": load_tables.load_page,
     "rollouts": rollouts_tables.rollouts_page,

@@ -41,14 +41,16 @@ class DrawnPrompts:
     seed: int
     shortest: int = SHORTEST
     longest: int = LONGEST
+    alike: int = 0  # of these tokens, those with which all prompts of a run begin
 
     def of(self, repeat: int, count: int) -> list[list[int]]:
         import numpy as np
 
         random = np.random.default_rng([self.seed, repeat, count])
         usable = np.setdiff1d(np.arange(self.vocabulary), self.end_tokens)
-        lengths = random.integers(self.shortest, self.longest + 1, count)
-        return [random.choice(usable, length).tolist() for length in lengths]
+        lengths = random.integers(self.shortest, self.longest + 1, count) - self.alike
+        beginning = random.choice(usable, self.alike).tolist()
+        return [beginning + random.choice(usable, length).tolist() for length in lengths]
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ def prompts_from_file(path: Path, language: Any, most: int) -> FilePrompts:
     return FilePrompts([one.tolist() for one in tokens])
 
 
-def needed(batch_sizes: Sequence[int], repeats: int) -> int:
-    """How many rows of a file all runs take, and the warm-up, which has its own where there are enough."""
-    return max(batch_sizes) * (repeats + 1)
+def needed(sequences: int, repeats: int) -> int:
+    """How many rows of a file all runs of so many sequences take, and the warm-up, which has its own where there are
+    enough.
+    """
+    return sequences * (repeats + 1)
 
 
 METRIC = "output_tokens_per_s"
@@ -105,9 +109,9 @@ class GeneratorCell:
     def name(self) -> str:
         return SEQUENTIAL if self.generator == SEQUENTIAL else f"{self.generator}, batch size {self.batch_size}"
 
-    @property
-    def prompts(self) -> int:
-        return ONE_BY_ONE if self.generator == SEQUENTIAL else self.batch_size
+    def prompts(self, sequences: int | None) -> int:
+        """Of a run, in all: `sequences`, else one batch, or a few one by one."""
+        return sequences or (ONE_BY_ONE if self.generator == SEQUENTIAL else self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Contest:
     unmasking: Unmasking | None = None  # of a diffusion model, for our own
     pythons: Mapping[str, str] = field(default_factory=dict)  # where a peer has one of its own
     command: str = "gpuinfer"  # what a cell's own flags are appended to
+    sequences: int | None = None  # of a run; None: as many as its batch size
 
     @property
     def length(self) -> int:
@@ -180,7 +185,7 @@ class Generators:
                 tokens = min(WARM_UP_TOKENS, self._work.new_tokens)
                 for one in cells:
                     try:
-                        self._ask(one, self._work.prompts.of(self._plan.repeats, one.prompts), tokens)
+                        self._ask(one, self._work.prompts.of(self._plan.repeats, one.prompts(None)), tokens)
                     except WorkError as error:
                         self.outcome.failed[one.name] = f"warming up: {reason(error)}"
                 for repeat in range(self._plan.repeats):
@@ -217,7 +222,7 @@ class Generators:
         if cell.name in self.outcome.failed:
             return
         doing = f"repeat {repeat + 1} of {self._plan.repeats}"
-        prompts = self._work.prompts.of(repeat, cell.prompts)
+        prompts = self._work.prompts.of(repeat, cell.prompts(self._work.sequences))
         try:
             ran = self._ask(cell, prompts, self._work.new_tokens)
         except WorkError as error:
@@ -228,7 +233,7 @@ class Generators:
 
     def _ask(self, cell: GeneratorCell, prompts: list[list[int]], new_tokens: int) -> Ran:
         child = self._children[cell.generator]
-        ran = child.run(prompts, new_tokens, at_once=1 if cell.generator == SEQUENTIAL else len(prompts))
+        ran = child.run(prompts, new_tokens, at_once=cell.batch_size)
         child.rest()
         return ran
 
@@ -246,7 +251,8 @@ def cell_variant(cell: GeneratorCell, work: Contest) -> Variant:
 def cell_command(cell: GeneratorCell, work: Contest) -> str:
     """What runs this cell by itself."""
     if not PROGRAMS[cell.generator].ours:
-        return f"gpuinfer bench generate{work.command} --compare {cell.generator} --batch-sizes {cell.batch_size}"
+        more = "" if work.sequences is None else f" --num-sequences {work.sequences}"
+        return f"gpuinfer bench generate{work.command} --compare {cell.generator} --batch-sizes {cell.batch_size}{more}"
     return (
         f"gpuinfer generate{work.command} --input FILE --batch-size {cell.batch_size} "
         f"--max-new-tokens {work.new_tokens} --temperature 0 --ignore-eos"
@@ -256,22 +262,36 @@ def cell_command(cell: GeneratorCell, work: Contest) -> str:
 def measured_cell(
     cell: GeneratorCell, repeat: int, prompts: Sequence[Sequence[int]], ran: Ran, work: Contest
 ) -> Measured:
+    """One run of a cell."""
+    settings = {"generator": cell.generator, "batch_size": cell.batch_size, "new_tokens": work.new_tokens}
+    return measured_generation(cell.name, repeat, prompts, ran, work.setup, cell.generator, settings)
+
+
+def measured_generation(
+    name: str,
+    repeat: int,
+    prompts: Sequence[Sequence[int]],
+    ran: Ran,
+    setup: Setup,
+    backend: str,
+    settings: Mapping[str, Any],
+) -> Measured:
     """One run, with a report of as much as is known of it."""
     counts = {"input_tokens": float(sum(map(len, prompts))), "output_tokens": float(ran.tokens)}
     made = report.build(
         report.Run(
             workload="generate",
-            backend=cell.generator,
+            backend=backend,
             strategy="none",
             started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             setup_s=0.0,
             wall_s=ran.seconds,
             status="done",
-            setup=work.setup,
+            setup=setup,
             snapshot=Snapshot(),
             progress=Progress(len(prompts), len(prompts), "rows", counts=counts),
-            settings={"generator": cell.generator, "batch_size": cell.batch_size, "new_tokens": work.new_tokens},
+            settings=settings,
         )
     )
     rows_per_s = len(prompts) / ran.seconds
-    return Measured(cell.name, repeat, work.setup.seed, METRIC, ran.tokens / ran.seconds, made, rows_per_s)
+    return Measured(name, repeat, setup.seed, METRIC, ran.tokens / ran.seconds, made, rows_per_s)

@@ -26,6 +26,7 @@ def generators_document(document: dict[str, Any], work: Contest, generators: Gen
     document["grid"] = {
         "new_tokens": work.new_tokens,
         "batch_sizes": list(work.batch_sizes),
+        "num_sequences": work.sequences,
         "generators": [
             {"name": name, "version": generators.versions.get(name), "python": python_of(name, work.pythons)}
             for name in work.names
@@ -78,6 +79,7 @@ def generators_page(title: str, document: Document) -> Page:
     columns = ("tokens/s at batch size", *map(str, grid["batch_sizes"]))
     runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
     found = [(PROGRAMS[one["name"]].package, one["version"]) for one in grid["generators"]]
+    sequences = f"{grid['num_sequences']} prompts a run, " if grid.get("num_sequences") else ""
     versions = {package: version for package, version in found if version}
     return Page(
         title,
@@ -85,6 +87,7 @@ def generators_page(title: str, document: Document) -> Page:
         document["command"],
         Table(columns, list(_rows(document))),
         f"median of {runs} run{'s' if runs > 1 else ''} in turn, {grid['new_tokens']} new tokens a prompt, "
+        f"{sequences}"
         "the likeliest each time, past the end token",
         brief=Table(columns, list(_rows(document, intervals=False))),
         notes=[("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpuinfer.generation import Generation
+    from gpuinfer.generation import Generation, Prompt
     from gpuinfer.text.generator import Prepared
 
 Order = dict[str, Any]
@@ -75,8 +75,13 @@ def _message(error: BaseException, package: str) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+KV_CACHE = "kv"  # of what our own may do without, beside `PARTS` of `open_generator`
+
+
 def gpuinfer(order: Order) -> tuple[str, Run]:
-    """As the backend `inprocess` does: the generator's thread, and its texts."""
+    """As the backend `inprocess` does: the generator's thread, and its texts. `options` are those of the backend,
+    `sampling` how tokens are drawn (the likeliest), `without` what is left out.
+    """
     from concurrent.futures import Future
     from itertools import islice
 
@@ -93,21 +98,28 @@ def gpuinfer(order: Order) -> tuple[str, Run]:
     arguments = {**order["arguments"], "slots": slots, "context": order["length"]}
     spec = ModelSpec(order["model"], weights=order["weights"], arguments=arguments, kind="text")
     setup = Setup(model=spec, devices=(order["device"],), dtype=order["dtype"], seed=order["seed"])
-    generator = open_generator(spec, setup, TorchModelOptions())
+    without = set(order.get("without", ()))
+    tuning = TorchModelOptions(**order.get("options", {}))
+    generator = open_generator(spec, setup, tuning, without=without - {KV_CACHE})
     driver = Driver(generator)
+
+    drawing = {"temperature": 0, **order.get("sampling", {})}
 
     def run(order: Order) -> int:
         """Never more than `at_once` prompts are under way."""
-        sampling = Sampling(max_tokens=order["new_tokens"], temperature=0, ignore_eos=True, unmasking=unmasking)
+        sampling = Sampling(max_tokens=order["new_tokens"], ignore_eos=True, unmasking=unmasking, **drawing)
         wanted = [
             Prompt(tokens=tuple(tokens), sampling=sampling, key=str(number))
             for number, tokens in enumerate(order["prompts"])
         ]
         tokens, waiting = 0, iter(wanted)
         while some := list(islice(waiting, order["at_once"])):
-            futures: list[Future[Generation]] = [submitted(one) for one in generator.prepare(some)]
-            tokens += sum(len(future.result(LONGEST_S).completions[0].tokens) for future in futures)
+            tokens += sum(map(len, recomputed(answered, some) if KV_CACHE in without else answered(some)))
         return tokens
+
+    def answered(prompts: list[Prompt]) -> list[tuple[int, ...]]:
+        futures: list[Future[Generation]] = [submitted(one) for one in generator.prepare(prompts)]
+        return [future.result(LONGEST_S).completions[0].tokens for future in futures]
 
     def submitted(prepared: Prepared | Exception) -> Future[Generation]:
         if isinstance(prepared, Exception):
@@ -126,6 +138,18 @@ def gpuinfer(order: Order) -> tuple[str, Run]:
     return __version__, run
 
 
+def recomputed(answer: Callable[[list[Prompt]], list[tuple[int, ...]]], prompts: list[Prompt]) -> list[tuple[int, ...]]:
+    """The tokens that `answer` gives, each by a pass over all before it: nothing is kept from one to the next."""
+    import msgspec
+
+    answers: list[tuple[int, ...]] = [() for _ in prompts]
+    for drawn in range(prompts[0].sampling.max_tokens):
+        sampling = msgspec.structs.replace(prompts[0].sampling, max_tokens=drawn + 1)
+        begun = zip(prompts, answers, strict=True)
+        answers = answer([msgspec.structs.replace(one, sampling=sampling, begun=(before,)) for one, before in begun])
+    return answers
+
+
 def transformers(order: Order) -> tuple[str, Run]:
     """One batch, padded on the left, each step the likeliest token."""
     import torch
@@ -140,7 +164,11 @@ def transformers(order: Order) -> tuple[str, Run]:
 
     def run(order: Order) -> int:
         """The answers' tokens; their text too, as the others make it."""
-        prompts, new = order["prompts"], order["new_tokens"]
+        prompts, at_once = order["prompts"], order["at_once"]
+        parts = [prompts[start : start + at_once] for start in range(0, len(prompts), at_once)]
+        return sum(batch(part, order["new_tokens"]) for part in parts)
+
+    def batch(prompts: list[list[int]], new: int) -> int:
         longest = max(map(len, prompts))
         rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -187,8 +215,11 @@ def vllm(order: Order) -> tuple[str, Run]:
 
     def run(order: Order) -> int:
         sampling = library.SamplingParams(temperature=0, max_tokens=order["new_tokens"], ignore_eos=True)
-        prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
-        answers = model.generate(prompts, sampling, use_tqdm=False)
-        return sum(len(answer.outputs[0].token_ids) for answer in answers)
+        prompts, at_once = [{"prompt_token_ids": prompt} for prompt in order["prompts"]], order["at_once"]
+        tokens = 0
+        for start in range(0, len(prompts), at_once):
+            answers = model.generate(prompts[start : start + at_once], sampling, use_tqdm=False)
+            tokens += sum(len(answer.outputs[0].token_ids) for answer in answers)
+        return tokens
 
     return str(library.__version__), run

@@ -297,14 +297,15 @@ def open_sized(
     step_tokens: int = STEP_TOKENS,
     sharing: int = 1,
     quantised: WeightFormat | None = None,
+    kernels: bool = True,
 ) -> tuple[Decoder, Sizing]:
     """A decoder, and how its slots and pages were found: `slots` rows in a step, or None for as many as are worth
     while, and `pages` in the cache, or None for as many as these rows need at full length and there is memory for.
 
     `step_tokens` is the most tokens that one step will bring; `sharing` the models that have the CPU's memory together.
     On the CPU float32 and bfloat16 have compiled kernels of our own where the processor can run them; `threads` is how
-    many take part. `quantised`: what matrices are rounded to. Raises `UsageError` when the model does not fit, or the
-    pages that were asked for do not.
+    many take part. `quantised`: what matrices are rounded to; `kernels`: false for torch's operations alone. Raises
+    `UsageError` when the model does not fit, or the pages that were asked for do not.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads)  # of this process: torch knows no other way
@@ -333,7 +334,7 @@ def open_sized(
             deterministic=deterministic,
             sharing=sharing,
         )
-    own = own_kernels(shape, weights_dtype, device, compile)
+    own = kernels and own_kernels(shape, weights_dtype, device, compile)
     bits = {None: None, "int8": 8, "int4": 4}[quantised]
     if bits and shape.experts and not own:
         raise UsageError(
@@ -347,7 +348,7 @@ def open_sized(
         return estimate(shape, weights_dtype, device, free, **wanted, own=own, sharing=sharing)
 
     how: dict[str, Any] = {"length": length, "deterministic": deterministic, "bits": bits}
-    open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, **how)
+    open_with = partial(TorchDecoder, shape, weights, device, weights_dtype, **how, kernels=None if kernels else False)
     if device.type == "cuda":
         # Free memory is counted once the weights are on the device.
         whole = open_with(slots=1, pages=1, compile=compile, graphs=graphs)

@@ -47,6 +47,7 @@ class SlotAdmission:
         self._beginnings: dict[tuple[int, bytes], dict[SampleRow, None]] = {}  # of those, by their first LEAST tokens
         self._steps_left = 0  # for which rows that answer have pages
         self.lookahead = 0  # positions beyond the next one that each row may fill in a step
+        self.shares_prefixes = True  # a prompt takes over what others have computed
         self.cached = 0  # prompt tokens that were not computed, in all
         self.waited = self.preempted = 0  # rows that there were no pages for, and that had to give theirs back
 
@@ -60,6 +61,8 @@ class SlotAdmission:
         """
         prepared = work.prepared
         rows = [SampleRow(self._language, work, n) for n in range(prepared.samples) if prepared.computes(n)]
+        for row in rows:
+            row.alone = not self.shares_prefixes
         together = [rows] if not prepared.begun else [[row] for row in rows]  # those that have begun differ
         for group in together:
             self._give_slots(group)

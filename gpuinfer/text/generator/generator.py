@@ -67,6 +67,7 @@ class Generator(SlottedGenerator[SampleRow]):
         gather_steps: int = 0,
         pooling: str = "last",
         sampler: Sampler | None = None,
+        compiled_sampling: bool = True,
         **common: Any,
     ) -> None:
         """`pooling`: of embeddings, where a prompt leaves it to the model. `common`: see `SlottedGenerator`."""
@@ -77,6 +78,7 @@ class Generator(SlottedGenerator[SampleRow]):
             "end_tokens": end_tokens,
             "threads": threads,
             "deterministic": deterministic,
+            "compiled": compiled_sampling,
         }
         self.sampler = sampler or Sampler(decoder.slots, vocabulary, decoder.device, **how)
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
@@ -115,6 +117,10 @@ class Generator(SlottedGenerator[SampleRow]):
         """
         self.speculation = Speculation(self._table, proposer(self._table), most, times or StepTimes())
         self._admission.lookahead = most
+
+    def keep_apart(self) -> None:
+        """From now on no prompt takes over what another prompt had computed. No answer changes by it."""
+        self._admission.shares_prefixes = False
 
     @property
     def free_slots(self) -> int:

@@ -5,7 +5,7 @@ What does not fit in memory, or cannot be loaded, is refused before anything is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,12 +93,22 @@ CUDA_GATHER_STEPS = 8  # a step of many tokens of prompts is no captured graph, 
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
 
+KERNELS, COMPILED_SAMPLING, SHARED_PREFIXES = PARTS = ("kernels", "sampling", "prefixes")
+"""What `open_generator` can leave out: kernels of our own for the layers, those that draw tokens, and what prompts
+share."""
+
+
 def open_generator(
-    spec: ModelSpec, setup: Setup, tuning: TorchModelOptions, lane: Callable[[str], Lane] | None = None
+    spec: ModelSpec,
+    setup: Setup,
+    tuning: TorchModelOptions,
+    lane: Callable[[str], Lane] | None = None,
+    without: Collection[str] = (),
 ) -> Generator | DiffusionGenerator:
     """A generator for a model of kind "text", on `setup.device`, or in stages on all of `setup.devices`.
     `spec.arguments` may carry slots, pages, context and step_tokens: those of the tuning take precedence. Its `facts`
-    are estimated and actual sizes. `lane` makes a lane of the ledger for each stage.
+    are estimated and actual sizes. `lane` makes a lane of the ledger for each stage. `without`: those of `PARTS` that
+    are left out, to measure what they bring; answers are the same but for rounding.
 
     Raises `UsageError` when the model cannot be opened on this device, or does not fit.
     """
@@ -127,7 +137,7 @@ def open_generator(
     torch_compile_mode(  # refused before any weight is read
         wanted.compile, device.type, graphs=wanted.graphs, deterministic=setup.deterministic
     )
-    own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
+    own = KERNELS not in without and own_kernels(checkpoint.shape, dtype, device, wanted.compile)
     free = sum(map(free_memory, dict.fromkeys(devices)))
     sized = (wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own, wanted.weights)
     length, estimate = fit_to_memory(checkpoint, *sized)
@@ -146,7 +156,7 @@ def open_generator(
         }
         if tuning.parallel == "data":
             how: dict[str, Any] = {"deterministic": setup.deterministic, "compile": wanted.compile}
-            how |= {"graphs": wanted.graphs, "quantised": wanted.weights}
+            how |= {"graphs": wanted.graphs, "quantised": wanted.weights, "kernels": KERNELS not in without}
             decoder, sizing = open_sized(checkpoint, dtype, device, threads=threads, **how, **sizes)
         else:
             lane = lane or BackendContext().lane
@@ -204,7 +214,9 @@ def open_generator(
         gather_steps = CUDA_GATHER_STEPS if graphs else 0
         common |= {"deterministic": setup.deterministic, "gather_steps": gather_steps}
         common["pooling"] = common["facts"]["pooling"] = pooling_of(checkpoint.language.folder)
-        generator = Generator(decoder, spoken, **common)
+        generator = Generator(decoder, spoken, **common, compiled_sampling=COMPILED_SAMPLING not in without)
+        if SHARED_PREFIXES in without:
+            generator.keep_apart()
     for name, adapter in adapters.items():
         check_name(name)
         generator.load_adapter(name, FIRST_VERSION, generator.decoder.pack_adapter(adapter))

@@ -79,14 +79,17 @@ class Sampler:
         end_tokens: Sequence[int],
         threads: int,
         deterministic: bool = False,  # it always is
+        compiled: bool = True,
     ) -> None:
+        """`compiled`: by kernels of our own where there are any; else by torch's operations, with the same tokens."""
         self.vocabulary = vocabulary
         self._slots = SamplingSlots(slots, vocabulary, seed, end_tokens)
         self._path: Any
-        if torch.device(device).type == "cpu":
+        if torch.device(device).type == "cpu" and compiled:
             self._path = CpuPath(self._slots, vocabulary, threads)
         else:
-            self._path = TorchPath(self._slots, vocabulary, draws_for(torch.device(device)))
+            own = draws_for(torch.device(device)) if compiled and torch.device(device).type != "cpu" else None
+            self._path = TorchPath(self._slots, vocabulary, own)
         self._words = -(-vocabulary // 32)
 
     def admit(
