@@ -806,6 +806,7 @@ class Workload(Plugin, ABC):
     max_failures: ClassVar[float] = 0.0  # share that may fail before the run has failed, unless the user says another
     goes_on_by: ClassVar[Sequence[str]] = ()  # options that take up what an earlier run left, such as "resume"
     writes_to: ClassVar[Sequence[str]] = ()  # options that name the file or folder that it writes, such as "out"
+    writes_answers: ClassVar[bool] = False  # what it writes is the result: with --quiet a run that is done has no panel
     prepares: ClassVar[bool] = False
     """Whether it begins with a `Progress` with `setup`, and nothing of it computes from the first one without until it
     is asked to go on: the bare model may be measured then, while all is ready and waits."""

@@ -257,6 +257,7 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
         live=common.live,
         quiet=common.quiet,
         brief=plan.workload.shows_answers,
+        answers=plan.workload.writes_answers,
         report_on_stdout=stdout_taken,
     )
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures

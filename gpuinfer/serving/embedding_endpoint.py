@@ -84,7 +84,7 @@ def _prompts_of(asked: EmbeddingsBody) -> list[Prompt]:
             raise BadRequest(f"`{place}` is empty. Give at least one character.", place)
         if not isinstance(one, str) and not (isinstance(one, list) and all(isinstance(token, int) for token in one)):
             raise BadRequest(f"`{place}` is neither a text nor a list of token ids. Give one.", place)
-        text, tokens = text_or_tokens(one if isinstance(one, str) else [one], None, None)
+        text, tokens = text_or_tokens(one, None, None, place)
         prompts.append(
             Prompt(
                 text=text,

@@ -1,5 +1,5 @@
 """The core stays light: what `pip install gpuinfer` brings is enough for the default; the rest are extras, which say
-their name when they are missed. Several names for one model. The Nemotron families.
+their name when they are missed. Several names for one model. What was left of earlier issues.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,19 +21,13 @@ from pathlib import Path
 import pytest
 from adapters.random_adapters import peft_folder
 from packaging.requirements import Requirement
-from text.oracle import peer
-from text.tiny import END, copy_of, tiny_checkpoint
-from text.tiny_families import tiny_family
-from text.toy import run
+from text.tiny import tiny_checkpoint
 
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import ModelSpec
 from gpuinfer.cli import doctor
 from gpuinfer.errors import UsageError
-from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host import extras
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.generator import open_generator
-from gpuinfer.text.text_options import TorchModelOptions
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -297,80 +290,45 @@ def test_an_adapter_cannot_take_a_name_of_the_model(two_names):
     assert "'gpt-4o' is the name of a model here. Give the adapter another." in message
 
 
-# The Nemotron families
-
-TEXTS = [
-    "The quick brown fox",
-    "Zürich, naïve café, 東京; and a longer prompt that has to go through in chunks, beside others and before others",
-    "x",
-    "The quick brown fox jumps over the lazy dog, and then",
-]
-
-
-def as_published(folder, target):
-    """With the keys of the checkpoints that NVIDIA publishes, older than `rope_parameters`."""
-    copied = copy_of(folder, target)
-    config = json.loads((copied / "config.json").read_text())
-    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "partial_rotary_factor": 0.5}
-    config |= {"architectures": ["NemotronForCausalLM"], "hidden_act": "relu2", "rope_scaling": None}
-    (copied / "config.json").write_text(json.dumps(config))
-    return copied
-
-
-def nemotron(folder, **how):
-    setup = Setup(devices=("cpu",), dtype="float32", deterministic=how.pop("deterministic", False))
-    options = TorchModelOptions(**{"slots": 3, "step_tokens": 24, "threads": 1, **how})
-    return open_generator(ModelSpec(str(folder), kind="text"), setup, options)
-
-
-def test_nemotron_answers_as_transformers_does_alone_in_company_and_from_the_cache(tmp_path):
-    """Norms of weights around 1, squared ReLUs and rotary positions of half a head: greedy tokens of transformers'
-    own `generate`, in chunks, among others, and again with what the prefix cache has.
-    """
-    import torch
-
-    folder = as_published(tiny_family("nemotron"), tmp_path / "published")
-    generator = nemotron(folder)
-    assert generator.decoder.shape.decoder == "transformers"
-    prompts = [Prompt(text=text, sampling=Sampling(temperature=0, max_tokens=12)) for text in TEXTS]
-    expected = []
-    for prepared in generator.prepare(prompts):
-        inputs = torch.tensor(prepared.tokens.tolist())[None]
-        how = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(inputs)}
-        answer = peer(folder).generate(inputs, **how)[0, inputs.shape[1] :].tolist()
-        expected.append(answer[: answer.index(END)] if END in answer else answer)
-    assert max(len(set(tokens)) for tokens in expected) > 2
-    rounds = [*([one] for one in prompts)], [prompts], [prompts]
-    for batches in rounds:
-        found = [outcome.completions[0].tokens for batch in batches for outcome in run(generator, batch)]
-        assert [[one for one in tokens if one != END] for tokens in found] == expected
-    generator.close()
-
-
-def test_nemotron_has_the_same_bits_in_any_company():
-    sampling = Sampling(max_tokens=6, logprobs=2, ignore_eos=True)
-    prompts = [Prompt(text=text, key=text, sampling=sampling) for text in TEXTS]
-    generator = nemotron(tiny_family("nemotron"), deterministic=True)
-    together = [outcome.completions for outcome in run(generator, prompts)]
-    generator.close()
-    generator = nemotron(tiny_family("nemotron"), deterministic=True, slots=1, step_tokens=64)
-    alone = [outcome.completions for prompt in prompts for outcome in run(generator, [prompt])]
-    generator.close()
-    assert together == alone
+# What was left of earlier issues
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("path", "body", "said"),
     [
-        pytest.param({"model_type": "nemotron_h"}, "a nemotron_h model keeps a state", id="the hybrid"),
         pytest.param(
-            {"model_type": "nemotron_labs_diffusion", "auto_map": {"AutoModel": "modeling.Model"}},
-            "type 'nemotron_labs_diffusion'. Install a newer transformers, or use --backend vllm",
-            id="the diffusion one, which transformers does not have",
+            "/v1/responses", {"input": "a", "max_output_tokens": 0}, "$.max_output_tokens", id="a length of 0"
         ),
+        pytest.param("/v1/completions", {"prompt": [3, -1, 4]}, "`prompt[1]` is -1", id="a negative token"),
+        pytest.param("/v1/completions", {"prompt": [[3, -7]]}, "`prompt[0][1]` is -7", id="a negative token in a list"),
+        pytest.param("/v1/completions", {"prompt": [-2]}, "`prompt[0]` is -2", id="a negative token alone"),
+        pytest.param("/v1/embeddings", {"input": [1, 1 << 40]}, f"`input[1]` is {1 << 40}", id="a token out of range"),
     ],
 )
-def test_other_nemotrons_are_refused_by_name_with_what_may_serve_them(tmp_path, config, said):
+def test_a_refusal_names_the_field_that_the_client_wrote(two_names, path, body, said):
+    status, answer = asked(f"{two_names}{path}", {"model": "big", **body})
+    error = json.loads(answer)["error"]
+    assert (status, said in error["message"]) == (400, True), error
+    assert error["param"] in (None, said.split("`")[1] if "`" in said else None)
+
+
+def test_generate_leaves_its_panel_out_where_it_is_quiet(gpuinfer, empty_folder):
+    """Its answers are the result. Of a run in which a row failed the panel stays."""
+    Path("in.jsonl").write_text('{"prompt": "a"}\n')
+    words = ("generate", "--model", "tiny", "--input", "in.jsonl", "--max-new-tokens", "2", "--no-roofline")
+    code, out, errors = gpuinfer(*words, "--output", "out.jsonl", "--quiet")
+    assert (code, out, errors) == (0, "", "")
+    assert len(Path("out.jsonl").read_text().splitlines()) == 1
+    code, out, errors = gpuinfer(*words, "--output", "again.jsonl")
+    assert "finished" in out
+    Path("in.jsonl").write_text('{"prompt": "a"}\n{"prompt": [-1]}\n')
+    code, out, errors = gpuinfer(*words, "--output", "partly.jsonl", "--quiet")
+    assert "finished" in out, errors
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_a_quantization_config_that_is_no_object_is_refused_in_words(tmp_path, family):
+    config = {"model_type": family, "quantization_config": [1]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="(?s)" + re.escape(said)):
+    with pytest.raises(UsageError, match=r"config\.json: .*quantization_config.*an object"):
         open_checkpoint(ModelSpec(str(tmp_path), kind="text"))

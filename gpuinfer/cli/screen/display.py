@@ -55,7 +55,8 @@ class Display:
     """What people see of a run: progress on standard error, the result on standard output unless a report goes there.
 
     Only a terminal gets a live view, unless `live` is False. `quiet` leaves the result alone. `brief`: the workload has
-    shown its result itself, and what is said at the end is one line.
+    shown its result itself, and what is said at the end is one line. `answers`: the result is what the workload wrote,
+    so that `quiet` leaves the panel out too, unless something has failed.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class Display:
         live: bool | None = None,
         quiet: bool = False,
         brief: bool = False,
+        answers: bool = False,
         report_on_stdout: bool = False,
     ) -> None:
         self._title = title
         self._progress = Console(stderr=True)
         self._result = Console(stderr=report_on_stdout)
         self._brief = brief
-        self._says_end = not (brief and quiet)
+        self._says_end = not (quiet and (brief or answers))
         self._quiet = quiet or brief
         self._over = False  # nothing more goes on
         wanted = self._progress.is_terminal and live is not False
@@ -109,7 +111,8 @@ class Display:
         self._stop()
         self._over = True
         if not self._brief:
-            self._result.print(result_panel(report, trying_s))
+            if self._says_end or report["status"] != "done" or report.get("failures"):
+                self._result.print(result_panel(report, trying_s))
         elif self._says_end and (line := in_brief(report)):
             self._progress.print(Text(line, style=FAINT))
 

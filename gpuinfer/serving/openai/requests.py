@@ -30,6 +30,7 @@ from gpuinfer.serving.openai.schema import (
 )
 
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}  # and the field that holds the prompt
+TOKENS = 1 << 31  # ids of any vocabulary are below
 MOST_SHOWN = 60  # characters of a name that is not known
 UNKNOWN = re.compile(r"unknown field `(.*)`", re.S)
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # its byte order marks
@@ -197,9 +198,14 @@ def parse_prompt(
 
 
 def text_or_tokens(
-    prompt: Texts | None, tokens: list[int] | None, messages: Sequence[Mapping[str, Any]] | None
+    prompt: Texts | None,
+    tokens: list[int] | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    field: str = "prompt",
 ) -> tuple[str | None, list[int] | None]:
-    """The text or the tokens; neither for a chat. Raises `BadRequest` unless it is exactly one of the three."""
+    """The text or the tokens; neither for a chat. Raises `BadRequest` unless it is exactly one of the three, which
+    names the place; `field`: that of `prompt`.
+    """
     given = [one for one in (prompt, tokens, messages) if one is not None]
     if len(given) != 1:
         names = "prompt, prompt_token_ids and messages"
@@ -217,12 +223,21 @@ def text_or_tokens(
     alone = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt  # a list of one prompt
     if isinstance(alone, str):
         return alone, None
-    listed = alone if isinstance(alone, list) else [alone]
-    tokens = [one for one in listed if isinstance(one, int) and 0 <= one < 1 << 31]
-    if len(tokens) == len(listed):
-        return None, tokens
-    why = "`prompt` is neither one text nor one list of token ids. Give each prompt a request or a row of its own."
-    raise BadRequest(why, "prompt")
+    listed: list[Any] = alone if isinstance(alone, list) else [alone]
+    if not all(isinstance(one, int) for one in listed):
+        why = (
+            f"`{field}` is neither one text nor one list of token ids. Give each prompt a request or a row of its own."
+        )
+        raise BadRequest(why, field)
+    inside = f"{field}[0]" if isinstance(alone, list) and alone is not prompt else field
+    for number, token in enumerate(listed):
+        if not 0 <= token < TOKENS:
+            place = f"{inside}[{number}]"
+            raise BadRequest(
+                f"`{place}` is {str(token)[:MOST_SHOWN]}, and token ids are from 0 to {TOKENS - 1:,}. Correct it.",
+                place,
+            )
+    return None, listed
 
 
 def refuse_unsupported(asked: UnsupportedFields, able: tuple[str, ...] = ()) -> None:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.serving.openai.answer_splitter import AnswerDelta, AnswerForm, AnswerSplitter
 from gpuinfer.serving.openai.requests import BadRequest
+from gpuinfer.serving.openai.schema import Some
 
 KEEPS_NONE = "the server keeps no answers. Send the conversation so far as `input`"
 NOT_HERE = {
@@ -33,7 +34,7 @@ class ResponsesBody(Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Some | None = None
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.extras import install_command, require_extra
-from gpuinfer.text.checkpoint.config_keys import ENCODERS, read_json
+from gpuinfer.text.checkpoint.config_keys import ENCODERS, ConfigFields, read_json
 
 OURS, TRACED = "gpuinfer", "gpuinfer-trace"  # names of attentions that are registered with transformers
 DECODER_ATTRIBUTE = "gpuinfer_attention"  # of a module with attention: the function that computes it
@@ -127,7 +127,9 @@ def read_transformers_config(folder: Path) -> Any:
 
     values = read_json(folder / "config.json")
     kind = str(values.get("model_type"))[:60]
-
+    ConfigFields(values, str(folder / "config.json")).mapping(
+        "quantization_config"
+    )  # which transformers does not check
     if kind not in CONFIG_MAPPING:
         if values.get("auto_map"):
             raise UsageError(

@@ -88,7 +88,7 @@ class Generate(Workload):
         """They stand in a file of their own."""
 
     options: Options
-    goes_on_by, writes_to = ("resume", "retry_errors"), ("output",)
+    goes_on_by, writes_to, writes_answers = ("resume", "retry_errors"), ("output",), True
     max_failures = 1.0  # a row that fails says so in its answer, and where all do the run has failed anyway
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
