@@ -219,6 +219,9 @@ class BackendContext:
     stepped: Callable[[int, float], None] = lambda rows, seconds: None
     """A backend with slots tells it the rows and seconds of each forward step, on the event loop: those are the run's
     batches, not what was admitted at once."""
+    resized: Callable[[int], None] = lambda slots: None
+    """A backend with slots tells it how many there are when that changes, on the event loop; never more than its
+    `limits` said."""
     lane: Callable[[str], Lane] = lambda name: _Untold()
     """A new lane of this name in the ledger, for a thread of the backend's own beside those that serve batches. Of a
     model in stages each has one: "stage 0", "stage 1", …"""
@@ -422,6 +425,12 @@ class Backend(Plugin, ABC):
         many seconds. Asked once the run is over, with nothing under way. None, the default: it is not known.
         """
         return None
+
+    async def free_memory(self) -> Mapping[str, int]:
+        """Give back memory that it keeps and nobody's answer needs now: `freed_bytes` and, of the device afterwards,
+        `free_bytes`; of text `freed_pages`, which had been kept for prompts to come. Empty, the default: it keeps none.
+        """
+        return {}
 
     def device(self) -> Mapping[str, Any]:
         """The device for the report: name, utilisation (0 to 1), allocated_mb, reserved_mb; those that are known.

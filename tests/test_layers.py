@@ -138,6 +138,7 @@ FACADES: dict[str, set[str]] = {
         "gradients",
         "kernel_cache",
         "load",
+        "memory_watch",
         "model_object",
         "model_options",
         "onnx_export",

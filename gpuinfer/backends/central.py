@@ -157,6 +157,17 @@ class Central(CentralRemote):
                 f"parallel={self.options.parallel} of the backend 'central' is of models of text, and this one is of "
                 "rows. Use --backend inprocess, or leave -B parallel out."
             )
+        if self.options.keep_free is not None and self.setup.model.kind != "text":
+            raise UsageError(
+                "keep_free of the backend 'central' is of models of text, and this one is of rows. Use --backend "
+                "inprocess, or leave -B keep_free out."
+            )
+
+    async def free_memory(self) -> Mapping[str, int]:
+        raise UsageError(
+            "the backend 'central' gives memory back by itself alone, of a model of text with -B keep_free. Use "
+            "--backend inprocess to do it by a request."
+        )
 
     async def start(self, context: BackendContext) -> None:
         """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""

@@ -30,6 +30,7 @@ from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
 from gpuinfer.host import error_text, machine
 from gpuinfer.models import model_options, processor
 from gpuinfer.models.device_arbiter import DeviceSlot, UnsharedSlot, arbiter_of
+from gpuinfer.models.memory_watch import MemoryWatch
 from gpuinfer.models.model_options import LAYERS, WITH_STAGES
 from gpuinfer.models.row_format import answers_by_halving, misfit
 from gpuinfer.text import precision
@@ -45,6 +46,7 @@ CPU_MAX_ROWS = 4096
 SHORT_S = 300e-6  # what it costs to hand a batch to a thread and its answers back
 LONG_S = 0.001  # of a processor: other callers would notice it
 ROWS_TRIED = 32
+WORTH = 1 << 24  # bytes of memory given back: what is less may be chance
 OFTEN = 3  # what happens once may be the machine's fault
 
 T = TypeVar("T")
@@ -135,6 +137,7 @@ class InProcess(Backend):
         self._text: TextModel | TextDevices | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._short = ShortBatches()
+        self._watch: MemoryWatch | None = None
 
     @property
     def arithmetic(self) -> str:
@@ -203,7 +206,8 @@ class InProcess(Backend):
         spec = self._served()
         self._place = self._gate.join(self.setup.share, fixed=self._keeps_its_threads)
         if spec.kind == "text":
-            self._text = await open_text(spec, self.setup, self.options, context.stepped, self._place, context.lane)
+            calls = (context.stepped, self._place, context.lane, context.resized)
+            self._text = await open_text(spec, self.setup, self.options, *calls)
             self.limits = self._text.limits
             self.notices = (*self.notices, *precision.decoder_notices(self.setup, self._text.computed_by))
             return
@@ -220,6 +224,7 @@ class InProcess(Backend):
         finally:
             opening.shutdown(wait=False)
         self._width = int(self.device().get("threads") or 1)
+        self._watch = self._watched()
         # Made only now: threads take their share of cores from torch when they first compute.
         self._threads = ThreadPoolExecutor(self.limits.in_flight, thread_name_prefix="gpuinfer-forward")
 
@@ -338,6 +343,29 @@ class InProcess(Backend):
         else:
             await self._text.unload_adapter(adapter)
 
+    async def free_memory(self) -> Mapping[str, int]:
+        if self._text is not None:
+            return await self._text.free_memory()
+        if self._opened is None and self._gradients is None:
+            return {}
+        return await asyncio.to_thread(self._release)
+
+    def _watched(self) -> MemoryWatch | None:
+        """With `keep_free` what looks after a model of rows: it has no slots, and gives back what it keeps."""
+        keep = self.options.keep_free
+        if keep is None:
+            return None
+        from gpuinfer.models.device import free_bytes, resolve_devices
+
+        devices = resolve_devices(self.setup.devices)
+        return MemoryWatch(lambda: free_bytes(devices) < keep, lambda: self._release()["freed_bytes"] > WORTH)
+
+    def _release(self) -> Mapping[str, int]:
+        """Of a model of rows: what torch and the C library keep of freed memory."""
+        from gpuinfer.models.device import release_memory, resolve_devices
+
+        return release_memory(resolve_devices(self.setup.devices))
+
     def share_device(self, other: InProcess) -> None:
         """Take turns at the device with `other`, by the shares of their setups. Before `start`."""
         self._gate = other._gate
@@ -362,6 +390,8 @@ class InProcess(Backend):
         return "" if serving is None else serving.waits_for()
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         self._place.close()
         threads, self._threads, self._gradients = self._threads, None, None
         opened, self._opened = self._opened, None

@@ -101,7 +101,9 @@ class OwnTextBackend(Backend):
         self._text: TextModel | TextDevices | None = None
 
     async def start(self, context: BackendContext) -> None:
-        self._text = await open_text(self._spec, self.setup, self._tuning, context.stepped, lane=context.lane)
+        self._text = await open_text(
+            self._spec, self.setup, self._tuning, context.stepped, None, *(context.lane, context.resized)
+        )
         self.limits = self._text.limits
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:

@@ -180,7 +180,13 @@ class Core:
         if self.limits.slots is None:
             return self.limits
         taken = self.rows - self.queue.rows
-        return replace(self.limits, max_rows=min(self.limits.max_rows, self.limits.slots - taken))
+        if not taken and self.limits.slots < self.limits.max_rows:  # there are fewer than there were: one may need more
+            return replace(self.limits, max_rows=max(self.limits.slots, self.queue.widest))
+        return replace(self.limits, max_rows=max(0, min(self.limits.max_rows, self.limits.slots - taken)))
+
+    def resize(self, slots: int) -> None:
+        """A backend with slots has so many from now on."""
+        self.limits = replace(self.limits, slots=slots)
 
     def launch(self, cut: Cut, now: float) -> Batch:
         """The backend gets this batch, at the time of the cut."""

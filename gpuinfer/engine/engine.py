@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -108,7 +108,11 @@ class Engine:
             self._wake()
 
         context = BackendContext(
-            strategy=self._given_strategy, roofline=roofline, stepped=self._stepped, lane=self._lane
+            strategy=self._given_strategy,
+            roofline=roofline,
+            stepped=self._stepped,
+            resized=self._resized,
+            lane=self._lane,
         )
         try:
             with blame.blaming(self.backend, "start"):
@@ -140,6 +144,11 @@ class Engine:
     def _stepped(self, rows: int, seconds: float) -> None:
         self.longest_s = max(self.longest_s, seconds)
         self._core.stepped(rows, seconds)
+
+    def _resized(self, slots: int) -> None:
+        if self._admits:
+            self._core.resize(slots)
+            self._wake()
 
     # Requests
 
@@ -213,6 +222,16 @@ class Engine:
     async def unload(self, adapter: str) -> None:
         """Have the backend unload an adapter: see `Backend.unload`. Raises what it raises, and `Closed`."""
         await self._change("unload", functools.partial(self.backend.unload, adapter), "the adapter was unloaded")
+
+    async def free_memory(self) -> Mapping[str, int]:
+        """Have the backend give memory back: see `Backend.free_memory`. Raises what it raises, and `Closed`."""
+        found: dict[str, int] = {}  # `_change` answers nothing
+
+        async def free() -> None:
+            found.update(await self.backend.free_memory())
+
+        await self._change("free_memory", free, "the memory was free")
+        return found
 
     async def _change(self, method: str, change: Callable[[], Coroutine[Any, Any, None]], done: str) -> None:
         if self._shut is not None:

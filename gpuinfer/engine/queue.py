@@ -242,6 +242,11 @@ class Queue:
         if self._dated:
             self._dated -= sum(request.deadline < math.inf for request in requests)
 
+    @property
+    def widest(self) -> int:
+        """Rows of the widest request that waits; 0 where none does."""
+        return max((request.rows for line in self._lines.values() for request in line.members), default=0)
+
     def expire(self, now: float) -> list[Request]:
         """Take out the waiting requests whose deadlines have come."""
         expired = []

@@ -23,7 +23,7 @@ from gpuinfer.http.server import HttpServer
 from gpuinfer.serving.kserve_health import health_routes
 from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
 from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition
-from gpuinfer.serving.openai.schema import CHANGES, LoadBody, UpdateBody
+from gpuinfer.serving.openai.schema import CHANGES, FreeBody, LoadBody, UpdateBody
 from gpuinfer.serving.profile_endpoint import PATH as PROFILE
 from gpuinfer.serving.profile_endpoint import SUMMARY as PROFILE_SUMMARY
 from gpuinfer.serving.profile_endpoint import profile_body
@@ -155,9 +155,12 @@ class ControlServer:
             exchange.respond(201, encode(worker.told()))
 
     async def _change(self, form: type[msgspec.Struct], exchange: Exchange) -> None:
-        """Other weights or adapters for all replicas."""
+        """Other weights or adapters for all replicas, or memory that all are to give back."""
         try:
-            asked: Any = msgspec.json.decode(exchange.body, type=form)
+            asked: Any = msgspec.json.decode(exchange.body or b"{}", type=form)
+            if isinstance(asked, FreeBody):
+                exchange.respond(200, encode(await self._fleet.free_memory(msgspec.to_builtins(asked))))
+                return
             if isinstance(asked, LoadBody):
                 version = asked.version or self._fleet.changes.next_version()
                 asked = UpdateBody(version=version, weights=asked.lora_path, adapter=asked.lora_name, model=asked.model)

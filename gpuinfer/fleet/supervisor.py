@@ -184,6 +184,12 @@ class Fleet:
         """Have all replicas unload an adapter."""
         await self.changes.unload(self._members.all.values(), adapter, model)
 
+    async def free_memory(self, body: Mapping[str, Any]) -> dict[str, int]:
+        """Have all replicas that are up give memory back; what that came to. `body`:
+        `serving.openai.schema.FreeBody`. Raises `UsageError` and `BackendDied`.
+        """
+        return await self.changes.free_memory(self._members.all.values(), body)
+
     @property
     def status(self) -> str:
         """ready when a worker takes requests, else starting; draining in the end."""

@@ -19,7 +19,7 @@ from gpuinfer.http.client import HttpClient
 from gpuinfer.text.text_options import FIRST_VERSION
 
 ANSWER_S = 3600.0  # weights are read from disks that may be slow, and answers under way may have to end
-UPDATE, UNLOAD = "/v1/update_weights", "/v1/unload_lora_adapter"
+UPDATE, UNLOAD, FREE = "/v1/update_weights", "/v1/unload_lora_adapter", "/v1/free_memory"
 Life = tuple[int, int]  # id and number of start
 Whose = tuple[str | None, str | None]  # model (None: the only one), and adapter (None: the model itself)
 
@@ -75,6 +75,22 @@ class WeightUpdates:
                 self._unloaded[model, adapter] = WeightUpdate(self._number, UNLOAD, body)
             await self._all((first, *others), others, UNLOAD, body)
 
+    async def free_memory(self, workers: Iterable[Worker], body: Mapping[str, Any]) -> dict[str, int]:
+        """Have all replicas that are up give memory back; the sums of what they say, and of what is free the least."""
+        given = {name: value for name, value in body.items() if value is not None}
+        up = [one for one in workers if one.ours and one.state == "up"]
+        each = await asyncio.gather(*(self._ask(one, FREE, given) for one in up), return_exceptions=True)
+        answers = [one for one in each if not isinstance(one, BaseException)]
+        if not answers:
+            raise next(
+                (one for one in each if isinstance(one, BaseException)),
+                BackendDied("no replica is up that could give memory back. Ask again when one is."),
+            )
+        names = [name for name in ("freed_bytes", "freed_pages") if any(name in one for one in answers)]
+        summed = {name: sum(int(one.get(name, 0)) for one in answers) for name in names}
+        free = [int(one["free_bytes"]) for one in answers if "free_bytes" in one]
+        return {**summed, **({"free_bytes": min(free)} if free else {}), "replicas": len(answers)}
+
     async def catch_up(self, worker: Worker) -> None:
         """Send a replica all updates in force that it does not have; one that has just started has none."""
         async with self._one_at_a_time:
@@ -112,7 +128,8 @@ class WeightUpdates:
             if isinstance(outcome, UsageError):
                 raise outcome
 
-    async def _ask(self, worker: Worker, path: str, body: Mapping[str, Any]) -> None:
+    async def _ask(self, worker: Worker, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What it answers. Raises `UsageError` where it refuses, and `BackendDied` for other failures."""
         client = HttpClient(worker.url, connections=1, timeout_s=ANSWER_S, headers=self.headers)
         try:
             response = await client.request("POST", path, msgspec.json.encode(body))
@@ -121,6 +138,8 @@ class WeightUpdates:
         if response.status != 200:
             words = error_words(response.status, response.body)
             raise UsageError(words) if response.status in (400, 401, 403, 404) else BackendDied(words)
+        found: Mapping[str, Any] = msgspec.json.decode(response.body)
+        return found
 
 
 def _life(worker: Worker) -> Life:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import resource
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +42,33 @@ def return_free_memory() -> None:
     """What this process has freed goes back to the system, as far as the C library (glibc) can do that."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+MADV_DONTNEED = 4  # of Linux
+
+
+def give_back(address: int, size: int) -> None:
+    """The system may have these bytes of anonymous memory back, as far as they are whole pages (Linux). They are zero
+    from now on, and take memory again once they are written.
+    """
+    first, last = -(-address // mmap.PAGESIZE), (address + size) // mmap.PAGESIZE
+    if last > first and sys.platform == "linux":
+        where, count = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((last - first) * mmap.PAGESIZE)
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).madvise(where, count, MADV_DONTNEED)
+
+
+def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Numbers as runs without gaps, ascending: the first of each, and one more than its last."""
+    first = last = -1
+    for number in sorted(set(numbers)):
+        if number != last:
+            if last > first:
+                yield first, last
+            first = number
+        last = number + 1
+    if last > first:
+        yield first, last
 
 
 def reset_peak() -> None:

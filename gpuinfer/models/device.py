@@ -5,10 +5,11 @@ it (NVML).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +18,9 @@ import torch
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host.machine import memory_available
+from gpuinfer.host.process_memory import resident_bytes, return_free_memory
+from gpuinfer.models.cuda_graphs import release_cached_memory
 from gpuinfer.models.model_options import EVERY, check_names, index_of, mixed, named_twice
 from gpuinfer.models.processor import cpu_name
 
@@ -168,6 +172,32 @@ def merged_readings(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def device_name(device: torch.device) -> str:
     """The product name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def free_bytes(devices: Sequence[torch.device]) -> int:
+    """Bytes that can still be had of the fullest of these devices, by any program."""
+    return min(
+        int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory_available() for device in devices
+    )
+
+
+def release_memory(devices: Sequence[torch.device], drop: Callable[[], None] = lambda: None) -> dict[str, int]:
+    """Give back what torch and the C library keep of freed memory, after `drop`: `freed_bytes`, which this process held
+    before and does not hold now, and `free_bytes` of the fullest device afterwards.
+    """
+    before = _held_bytes(devices)
+    drop()
+    gc.collect()
+    if any(device.type == "cuda" for device in devices):
+        release_cached_memory()
+    return_free_memory()
+    return {"freed_bytes": max(0, before - _held_bytes(devices)), "free_bytes": free_bytes(devices)}
+
+
+def _held_bytes(devices: Sequence[torch.device]) -> int:
+    if devices[0].type != "cuda":
+        return resident_bytes()
+    return sum(int(torch.cuda.memory_reserved(device)) for device in dict.fromkeys(devices))
 
 
 LOOK_S = 5.0  # between two queries of other processes

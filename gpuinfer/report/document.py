@@ -435,6 +435,11 @@ class MemorySection(TypedDict):
     fragmentation: Annotated[
         Share | None, about("share of what torch's allocator reserved on the device that no tensor ever filled")
     ]
+    freed_mb: Annotated[
+        Amount, about("given back while the run went on, as it was not in use (`-B keep_free`, a request)")
+    ]
+    shortages: Annotated[Amount, about("times that the device had less free than `-B keep_free`")]
+    resized: Annotated[Amount, about("times that a model of text had fewer slots and pages for it, or more again")]
 
 
 class ModelLine(TypedDict):

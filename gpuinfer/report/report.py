@@ -351,12 +351,15 @@ def memory_section(snapshot: Snapshot) -> MemorySection:
     """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each. `fragmentation` is the
     share of what torch's allocator has reserved on the device that no tensor ever filled.
     """
-    device = snapshot.device
+    device, steps = snapshot.device, snapshot.device.get("steps") or {}
     allocated, reserved = device.get("allocated_mb"), device.get("reserved_mb")
     return {
         "rss_peak_mb": snapshot.rss_peak_mb,
         "device_peak_mb": device.get("peak_mb", reserved),
         "fragmentation": max(0.0, 1 - allocated / reserved) if reserved and allocated is not None else None,
+        "freed_mb": steps.get("freed_bytes", 0) / 2**20,
+        "shortages": steps.get("shortages", 0),
+        "resized": steps.get("resized", 0),
     }
 
 

@@ -291,6 +291,12 @@ class Session(Infer, Pulse):
         await self.ready()
         await self._engine.unload(adapter)
 
+    async def free_memory(self) -> Mapping[str, int]:
+        """See `Backend.free_memory`."""
+        await self.ready()
+        found: Mapping[str, int] = await self._engine.free_memory()
+        return found
+
     def block(self, rows: int) -> Any:
         with blame.blaming(self._backend, "block"):
             return self._backend.block(rows)

@@ -36,7 +36,7 @@ from gpuinfer.serving.monitoring.metrics import (
 )
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.openai.response_items import ResponsesBody
-from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, UnloadBody, UpdateBody
+from gpuinfer.serving.openai.schema import CHANGES, FreeBody, LoadBody, RequestBody, UnloadBody, UpdateBody
 from gpuinfer.serving.profile_endpoint import profile_route
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
 from gpuinfer.serving.responses_endpoint import responses
@@ -203,12 +203,15 @@ def update_routes(service: ModelService, taken: Collection[str]) -> list[Route]:
         await session.update(asked.version, asked.weights, adapter=asked.adapter, drain=asked.drain)
         return {"version": asked.version}
 
+    async def free(asked: FreeBody) -> dict[str, Any]:
+        return dict(await session.free_memory())
+
     def reading(body: type[Struct], change: Callable[[Any], Awaitable[dict[str, Any]]]) -> Work:
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(body)
 
         async def work(exchange: Exchange, asking: RequestContext) -> None:
             try:
-                asked = decoder.decode(exchange.body)
+                asked = decoder.decode(exchange.body or b"{}")
             except (ValueError, RecursionError) as error:
                 raise unreadable(error, body, exchange.body, "request") from error
             service.adapter_of(asked.model)  # whose name it must be, or one of its adapters'
@@ -221,7 +224,7 @@ def update_routes(service: ModelService, taken: Collection[str]) -> list[Route]:
 
         return work
 
-    works: Mapping[type[Struct], Any] = {LoadBody: load, UnloadBody: unload, UpdateBody: update}
+    works: Mapping[type[Struct], Any] = {LoadBody: load, UnloadBody: unload, UpdateBody: update, FreeBody: free}
     told = json_responses("What there is now.", object_schema("model", "adapters"))
     return [
         Route(

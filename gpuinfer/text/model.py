@@ -10,7 +10,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer import stats
@@ -18,11 +19,13 @@ from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, TextRoo
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.host import error_text
+from gpuinfer.models.memory_watch import MemoryWatch
 from gpuinfer.text.answer_frames import no_prompt
 
 if TYPE_CHECKING:
     from gpuinfer.models.device_arbiter import DeviceSlot
     from gpuinfer.text.generator import Driver, Prepared
+    from gpuinfer.text.generator.memory_fitting import MemoryFitter
     from gpuinfer.text.text_options import TorchModelOptions
 
 Outcome = Generation | Exception
@@ -39,6 +42,7 @@ REPORTED = (  # counters; those of diffusion models come besides
     *("waited_rows", "preempted_rows", "recomputed_tokens"),
     *stats.SPECULATION_COUNTS,
 )
+FITTED = ("freed_bytes", "shortages", "resized")  # likewise, of `FittingCounters`
 STEPS = 64  # reported to the loop at once, when no answer is due before
 REPORT_S = 0.2  # or after so long, for the live view
 
@@ -52,8 +56,15 @@ class TextModel:
         stepped: Callable[[int, float], None],
         gauge: Callable[[], Mapping[str, Any]] = dict,
         waits_for: Callable[[], str] = lambda: "",
+        fitting: tuple[MemoryFitter, MemoryWatch | None] | None = None,
+        resized: Callable[[int], None] = lambda slots: None,
     ) -> None:
-        """`gauge` and `waits_for` are for the backend's `device` and `waits_for`."""
+        """`gauge` and `waits_for` are for the backend's `device` and `waits_for`. `resized`: as of `open`."""
+        self._fitter: MemoryFitter | None
+        self._watch: MemoryWatch | None
+        self._fitter, self._watch = fitting or (None, None)
+        if self._fitter is not None:
+            self._fitter.resized = partial(self._tell_slots, resized)
         self._driver, self._stepped, self._gauge, self.waits_for = driver, stepped, gauge, waits_for
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
@@ -76,14 +87,16 @@ class TextModel:
         stepped: Callable[[int, float], None],
         place: DeviceSlot | None = None,
         lane: Callable[[str], Lane] | None = None,
+        resized: Callable[[int], None] = lambda slots: None,
     ) -> TextModel:
         """Load the model. `stepped` is called, on the loop, with the rows and seconds of each forward step; each has a
-        turn of `place`, beside those of other models. `lane` makes a lane of the ledger for each stage.
+        turn of `place`, beside those of other models. `lane` makes a lane of the ledger for each stage. `resized` is
+        called, on the loop, with the slots when there are others (`memory_fitting`).
 
         Raises `UsageError` when the model cannot be opened on this device.
         """
-        driver, gauge, waits_for = await asyncio.to_thread(_drive, spec, setup, options, place, lane)
-        return cls(driver, stepped, gauge, waits_for)
+        driver, gauge, waits_for, fitting = await asyncio.to_thread(_drive, spec, setup, options, place, lane)
+        return cls(driver, stepped, gauge, waits_for, fitting, resized)
 
     @property
     def limits(self) -> Limits:
@@ -111,6 +124,9 @@ class TextModel:
         steps = {name: counted[name] for name in (*REPORTED, *stats.DIFFUSION_COUNTS) if name in counted}
         usage: Mapping[str, float] = getattr(getattr(self._driver.generator, "decoder", None), "usage", dict)()
         steps |= {f"threads_{name}": usage[name] for name in ("busy_s", "waited_s") if name in usage}
+        if self._fitter is not None:
+            fitted = self._fitter.counted()
+            steps |= {name: fitted[name] for name in FITTED}
         found = {
             "model": {**self.facts, **({"decoder_threads": usage["threads"]} if "threads" in usage else {})},
             "computes_in": self.facts.get("computes_in"),
@@ -194,8 +210,21 @@ class TextModel:
             return None
         return await asyncio.wrap_future(self._driver.measure(rows, seconds))
 
+    async def free_memory(self) -> Mapping[str, int]:
+        """As `Backend.free_memory`."""
+        if self._fitter is None:
+            return {}
+        return asdict(await asyncio.wrap_future(self._driver.between_steps(self._fitter.give_back)))
+
+    def _tell_slots(self, resized: Callable[[int], None], slots: int) -> None:
+        """From the driver's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(resized, slots)
+
     async def close(self) -> None:
         """Stop after the step under way; unfinished requests fail."""
+        if self._watch is not None:
+            self._watch.stop()
         await asyncio.to_thread(self._driver.close)
         await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
         self._slowly.shutdown(wait=False, cancel_futures=True)  # constraints have their own timeout
@@ -349,20 +378,29 @@ def _drive(
     options: TorchModelOptions,
     place: DeviceSlot | None,
     lane: Callable[[str], Lane] | None,
-) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str]]:
-    """The driver of an opened model, and the functions for `gauge` and `waits_for`."""
+) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str], tuple[MemoryFitter, MemoryWatch | None]]:
+    """The driver of an opened model, the functions for `gauge` and `waits_for`, and what fits its memory."""
     import gpuinfer.text.torch_import  # noqa: F401  before torch
-    from gpuinfer.models.device import Gauge, resolve_dtype
+    from gpuinfer.models.device import Gauge, free_bytes, resolve_dtype
     from gpuinfer.text.generator import Driver, open_generator
+    from gpuinfer.text.generator.memory_fitting import MemoryFitter
     from gpuinfer.text.stages.staged_decoder import StagedDecoder
     from gpuinfer.text.text_roofline import StepCost
 
     generator = open_generator(spec, setup, options, lane)
     decoder = generator.decoder
     driver = Driver(generator, place=place, cost=StepCost(decoder.shape, resolve_dtype(setup.dtype).itemsize))
-    if isinstance(decoder, StagedDecoder):
-        return driver, decoder.reading, decoder.waits_for
-    return driver, Gauge(generator.device).read, lambda: ""
+    staged = decoder if isinstance(decoder, StagedDecoder) else None
+    devices = [generator.device] if staged is None else staged.devices
+    free = partial(free_bytes, devices)
+    fitter = MemoryFitter(generator, free, options.keep_free, options.min_slots)
+    watch = None
+    if options.keep_free is not None:
+        watch = MemoryWatch(lambda: fitter.is_due, lambda: driver.between_steps(fitter.fit).result())
+    fitting = fitter, watch
+    if staged is not None:
+        return driver, staged.reading, staged.waits_for, fitting
+    return driver, Gauge(generator.device).read, lambda: "", fitting
 
 
 def _broken(error: Exception) -> BackendError:

@@ -11,6 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, forward_lane, forward_lanes
@@ -87,6 +88,7 @@ async def open_text(
     stepped: Callable[[int, float], None],
     place: DeviceSlot | None = None,
     lane: Callable[[str], Lane] | None = None,
+    resized: Callable[[int], None] = lambda slots: None,
 ) -> TextModel | TextDevices:
     """The model on `setup.devices`, a copy on each, or its stages on all of them; see `TextModel.open`. `options` are
     of one copy.
@@ -94,7 +96,7 @@ async def open_text(
     Raises `UsageError` when it cannot be had on one of them.
     """
     if options.parallel != "data":
-        return await TextModel.open(spec, setup, options, stepped, place, lane)
+        return await TextModel.open(spec, setup, options, stepped, place, lane, resized)
 
     def setups() -> dict[str, Setup]:
         import gpuinfer.text.torch_import  # noqa: F401  before torch
@@ -105,16 +107,24 @@ async def open_text(
 
     each = await asyncio.to_thread(setups)
     if len(each) == 1:
-        return await TextModel.open(spec, setup, options, stepped, place)
+        return await TextModel.open(spec, setup, options, stepped, place, resized=resized)
     models: dict[str, TextModel] = {}
+    several: list[TextDevices] = []
+
+    def resized_one(label: str, slots: int) -> None:
+        for devices in several:  # once all are open
+            resized(devices.resize(label, slots))
+
     try:
         for label, of_one in each.items():  # in turn: each finds less memory than the one before
-            models[label] = await TextModel.open(spec, of_one, options, stepped, place)
+            resizing = partial(resized_one, label)
+            models[label] = await TextModel.open(spec, of_one, options, stepped, place, resized=resizing)
     except BaseException:
         for model in models.values():
             await model.close()
         raise
-    return TextDevices(models)
+    several.append(TextDevices(models))
+    return several[0]
 
 
 @dataclass
@@ -146,6 +156,17 @@ class TextDevices:
         """Limits over all devices; a request must fit in the slots of one."""
         slots = sum(self._slots.values())
         return Limits(min(self._slots.values()), in_flight=slots, slots=slots, devices=tuple(self._models))
+
+    def resize(self, label: str, slots: int) -> int:
+        """A device has so many slots now; all of them together."""
+        self._slots[label] = slots
+        return sum(self._slots.values())
+
+    async def free_memory(self) -> Mapping[str, int]:
+        """See `TextModel.free_memory`: of all devices together, free of the fullest."""
+        each = [await model.free_memory() for label, model in self._models.items() if label not in self._failed]
+        summed = {name: sum(one[name] for one in each) for name in ("freed_bytes", "freed_pages")}
+        return {**summed, "free_bytes": min((one["free_bytes"] for one in each), default=0)}
 
     @property
     def computed_by(self) -> str:

@@ -28,6 +28,7 @@ from gpuinfer.models.model_options import (
 from gpuinfer.models.processor import COMPUTE, Compute
 from gpuinfer.text.hub_cache import absence_of, cached_model, hub_model_of
 from gpuinfer.text.packaged_models import PACKAGED, packaged_files
+from gpuinfer.units import size
 
 MAX_ADAPTERS, MOST_ADAPTERS = 8, 1024
 ADAPTERS_HELP = "of text: LoRA adapters that are there from the start, as name=DIR,name=DIR"
@@ -121,6 +122,16 @@ WeightsOption = Annotated[
 ]
 
 
+KeepFree = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    BeforeValidator(lambda given: size(given) if isinstance(given, str) else given),
+    Field(
+        description="memory of the device that others are to find free, as 2GiB: below it what is not in use goes "
+        "back, and text has fewer slots until there is room again"
+    ),
+]
+
+
 class TorchModelOptions(api.Options):
     """How a model of ours runs, of rows or of text: the options that backends share, from the flags to its opening."""
 
@@ -150,6 +161,8 @@ class TorchModelOptions(api.Options):
     stages: Stages = "auto"
     split_points: SplitPoints = None
     micro_batch_rows: MicroBatchRows = None
+    keep_free: KeepFree = None
+    min_slots: int = Field(default=1, ge=1, description="of text with keep_free: never fewer slots")
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Self:

@@ -286,6 +286,25 @@ class Decoder(Protocol):
         """Give each target page what the source page at the same place of the list holds. No target is a source."""
         ...
 
+    @property
+    def pages_go_back(self) -> bool:
+        """Whether `give_back` does anything; else memory is free once the cache is made smaller."""
+        ...
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Nothing needs what these pages hold: the system may have their memory until they are written again."""
+        ...
+
+    def resize(self, slots: int, pages: int) -> None:
+        """Another number of rows in a step, and of pages, all of them empty. Raises `torch.OutOfMemoryError` when they
+        do not fit. Of a decoder whose pages do not go back.
+        """
+        ...
+
+    def drop_graphs(self) -> None:
+        """Let go of captured graphs and what they work in: steps that come often are captured again."""
+        ...
+
     def embedding(self) -> Tensor:
         """[vocabulary, hidden] of the weights it computes with, on the device, as they are stored; only to be read."""
         ...

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -17,7 +22,11 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models.model_options import with_stage_devices
+from gpuinfer.text.decoder.compiled_decoder import CpuDecoder
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.generator import open_generator
+from gpuinfer.text.generator.memory_fitting import MemoryFitter
+from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.text_options import TorchModelOptions
 
 WAIT_S = 120.0
@@ -123,3 +132,148 @@ def test_devices_of_stages_go_before_a_default_and_against_none_that_is_named():
     assert with_stage_devices(Setup(), "cuda:0:12,cuda:1:20,cuda:0:4").devices == ("cuda:0", "cuda:1")
     with pytest.raises(UsageError, match="Leave --device out"):
         with_stage_devices(Setup(devices=("cuda:0",)), "cuda:0:12,cuda:1:20")
+
+
+# Memory that others need
+
+GIB = 1 << 30
+LONG = [
+    Prompt(text=f"prompt {n} " * 4, key=str(n), sampling=Sampling(max_tokens=16, ignore_eos=True)) for n in range(6)
+]
+
+
+class FakeDevice:
+    """How much is free, as a test says."""
+
+    def __init__(self) -> None:
+        self.free = 4 * GIB
+
+    def __call__(self) -> int:
+        return self.free
+
+
+@contextlib.contextmanager
+def opened_text(dtype="float32", slots=16, context=256, **options):
+    setup = Setup(devices=("cpu",), dtype=dtype, deterministic=True)
+    tuning = TorchModelOptions(slots=slots, context=context, step_tokens=64, threads=1, **options)
+    generator = open_generator(ModelSpec("tiny", kind="text"), setup, tuning)
+    try:
+        yield generator
+    finally:
+        generator.close()
+
+
+def stepped(generator, at=None):
+    """The tokens of all answers; `at` says what is done once so many steps are."""
+    waiting = list(enumerate(generator.prepare(LONG)))
+    assert all(isinstance(one, Prepared) for _, one in waiting)
+    outcomes, steps = {}, 0
+    while waiting or generator.busy:
+        while waiting and waiting[0][1].samples <= generator.free_slots:
+            generator.add(*waiting.pop(0))
+        outcomes.update(generator.step().finished)
+        steps += 1
+        if at and steps in at:
+            at[steps]()
+    return [outcomes[number].completions[0].tokens for number in range(len(LONG))]
+
+
+@pytest.mark.parametrize("way", ["pages go back one by one", "torch's cache on a CPU", "a cache of another size"])
+def test_slots_follow_what_is_free_down_and_up_again_between_bounds_and_no_answer_changes(way, monkeypatch):
+    if way == "a cache of another size":  # as on CUDA
+        monkeypatch.setattr(TorchDecoder, "pages_go_back", False)
+    dtype = "float32" if way == "pages go back one by one" else "float16"
+    with opened_text(dtype) as generator:
+        assert isinstance(generator.decoder, CpuDecoder if dtype == "float32" else TorchDecoder)
+        whole = stepped(generator)
+    device, told = FakeDevice(), list[int]()
+    with opened_text(dtype) as generator:
+        fitter = MemoryFitter(generator, device, keep_free=GIB, min_slots=3, resized=told.append)
+        pages = generator.decoder.pages
+
+        def free(size, due=True):
+            device.free = size
+            assert fitter.is_due == due
+            return fitter.fit()
+
+        at = {
+            3: lambda: free(2 * GIB, due=False),
+            6: lambda: free(0),
+            8: lambda: free(0),  # as low as it goes
+            12: lambda: free(GIB + 60 * fitter.bounds.page_bytes),
+            14: lambda: free(GIB + 1, due=False),  # no fewer, no more
+            16: lambda: free(4 * GIB),
+        }
+        assert stepped(generator, at) == whole
+    assert told[0] == 3
+    assert told == sorted(told)
+    assert told[-1] == 16
+    counted = fitter.counted()
+    assert (counted["slots"], counted["pages"], counted["shortages"]) == (16, pages, 2)
+    assert counted["resized"] == len(told) == 3
+
+
+def test_prompt_of_more_samples_than_slots_are_left_is_answered():
+    device = FakeDevice()
+    prompt = Prompt(text="Hello", sampling=Sampling(max_tokens=4, ignore_eos=True), samples=8)
+    with opened_text() as generator:
+        fitter = MemoryFitter(generator, device, keep_free=GIB)
+        device.free = 0
+        fitter.fit()
+        assert fitter.counted()["slots"] < 8
+        (outcome,) = run(generator, [prompt])
+        assert len(outcome.completions) == 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_memory_of_pages_that_are_not_in_use_goes_back_to_the_system(dtype):
+    with opened_text(dtype, slots=64, context=512) as generator:
+        fitter = MemoryFitter(generator, lambda: GIB)
+        whole = stepped(generator)
+        kept = generator.pages_in_use
+        generator.decoder.empty()  # every page has been written
+        freed = fitter.give_back()
+        assert kept > 0
+        assert freed.freed_pages == kept
+        assert generator.pages_in_use == 0
+        assert freed.freed_bytes > generator.decoder.cache_bytes() / 2
+        assert stepped(generator) == whole
+
+
+def asked(url, body=None, key=None):
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_a_server_leaves_memory_to_others_by_itself_and_by_a_request(tmp_path):
+    (tmp_path / "key").write_text("sesame")
+    (tmp_path / "key").chmod(0o600)
+    words = ["serve", "--model", "tiny", "--port", "0", "--admin-key-file", str(tmp_path / "key"), "--context", "256"]
+    command = [sys.executable, "-m", "gpuinfer", *words, "-B", "keep_free=900TiB", "-B", "min_slots=3"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        url, said = "", ""
+        for line in server.stdout:  # until it has found out, or ended
+            url = url or "".join(re.findall(r"(http://\S+:\d+),", line))
+            said += line
+            if "slots" in line:
+                break
+        assert re.search(r"free on cpu, less than keep_free=900 TiB: 64 → 3 slots", said), said
+        assert re.search(r"^gpuinfer_slots 3.0$", asked(f"{url}/metrics")[1], re.MULTILINE)
+        assert asked(f"{url}/v1/free_memory", {})[0] == 401
+        status, answer = asked(f"{url}/v1/free_memory", {}, "sesame")
+        assert status == 200
+        assert {"freed_bytes", "free_bytes", "freed_pages"} < json.loads(answer).keys()
+        asking = {"model": "tiny", "prompt": ["Hello"] * 5, "max_tokens": 4}
+        assert len(json.loads(asked(f"{url}/v1/completions", asking)[1])["choices"]) == 5
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=WAIT_S)
+    assert server.returncode in (0, 3, -signal.SIGINT)

@@ -13,6 +13,8 @@ from text.steps import COLUMNS
 
 from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
+from gpuinfer.text.checkpoint.model_family import Biases
+from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, TensorLayout
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import tensors_of
@@ -47,6 +49,10 @@ class Given:
 
     def weights(self, dtype: torch.dtype) -> Weights:
         return self.given
+
+    @property
+    def layout(self) -> TensorLayout:
+        return RotaryLayout(self.shape, Biases())
 
 
 def in_stages(

@@ -9,7 +9,7 @@ import re
 
 from gpuinfer.http.parser import LENGTH_DIGITS, body_length, check_target, join_values, match_head
 
-CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"})  # of weights
+CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights", "/v1/free_memory"})
 
 OF_MODELS = frozenset(
     {"/predict", "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score"}

@@ -203,6 +203,18 @@ def _speculation(snapshot: Snapshot) -> Iterator[Family]:
         yield single_sample(f"gpuinfer_{name}", help_text, "counter", value)
 
 
+def _memory_given_back(snapshot: Snapshot) -> Iterator[Family]:
+    """What a model of text has left to others on its device."""
+    steps = snapshot.device.get("steps") or {}
+    for name, field, help_text in (
+        ("memory_freed_bytes", "freed_bytes", "Bytes of memory given back, as they were not in use."),
+        ("memory_shortages", "shortages", "Times that the device had less free than -B keep_free."),
+        ("slots_resized", "resized", "Times that there were fewer slots and pages for it, or more again."),
+    ):
+        if field in steps:
+            yield single_sample(f"gpuinfer_{name}", help_text, "counter", steps[field])
+
+
 def _batches(snapshot: Snapshot) -> Iterator[Family]:
     yield single_sample(
         "gpuinfer_batch_rows", "Rows of each batch; of text: of each step.", "histogram", sizes(snapshot.batches)
@@ -295,7 +307,10 @@ def snapshot_families(snapshot: Snapshot, floor: Floor | None = None) -> list[Fa
     not, `MonotonicCounters` of the fleet does. A lane that is just changing its station may be counted a few
     microseconds too long; with `floor` a counter never falls, which would look like a new start from zero.
     """
-    parts = (_requests, _text, _unmasking, _speculation, _batches, _lanes, _machine, _models)
+    parts = (
+        *(_requests, _text, _unmasking, _speculation, _memory_given_back),
+        *(_batches, _lanes, _machine, _models),
+    )
     families = [family for part in parts for family in part(snapshot)]
     if floor is None:
         return families

@@ -240,8 +240,15 @@ class UpdateBody(Struct, forbid_unknown_fields=True):
     model: Name | None = None
 
 
+class FreeBody(Struct, forbid_unknown_fields=True):
+    """As `Backend.free_memory`."""
+
+    model: Name | None = None
+
+
 CHANGES: Mapping[str, tuple[type[Struct], str]] = {
     "/v1/load_lora_adapter": (LoadBody, "Load an adapter, or another version of it."),
     "/v1/unload_lora_adapter": (UnloadBody, "Unload an adapter."),
     "/v1/update_weights": (UpdateBody, "Compute with other weights, or another adapter."),
+    "/v1/free_memory": (FreeBody, "Give back memory that is kept and not in use."),
 }

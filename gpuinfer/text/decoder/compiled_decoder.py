@@ -76,7 +76,7 @@ class CpuDecoder:
         self.device = torch.device("cpu")
         arithmetic = computes_in(dtype, self.device, deterministic=deterministic)
         self.computes_in = "int8" if bits else arithmetic
-        self.reads_drawn = False
+        self.reads_drawn, self.pages_go_back = False, True
         self._kind, self._bits = product_kind(dtype, arithmetic), bits
         self._operand = np.dtype(np.int8 if row_kind() == "bytes" else np.float32)  # of quantised weights' rows
         self._multiplied = np.dtype(np.uint16 if self._kind in ("amx", "avx512") else np.float32)
@@ -118,6 +118,17 @@ class CpuDecoder:
         """See `step.Decoder.copy_pages`."""
         self._pool.copy(sources, targets)
         self._stale.copied(targets)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `step.Decoder.give_back`."""
+        self._pool.give_back(pages)
+
+    def resize(self, slots: int, pages: int) -> None:
+        """See `step.Decoder.resize`: its pages go back one by one."""
+        raise NotImplementedError
+
+    def drop_graphs(self) -> None:
+        """There are none."""
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`. Of a head that is the embedding it is a copy."""

@@ -31,6 +31,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from gpuinfer.host import machine
+from gpuinfer.host.process_memory import give_back, runs_of
 from gpuinfer.models import processor
 from gpuinfer.models.kernel_cache import c_compiler
 from gpuinfer.text.decoder.cpu_math import BITS, FEATURES, I32, I64, SOURCES, TILE
@@ -81,6 +82,11 @@ class CachePool:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         for source, target in zip(sources, targets, strict=True):
             self._pages[target] = self._pages[source]
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """The system may have the memory of these pages until they are written again."""
+        for first, last in runs_of(pages):
+            give_back(self.address + first * self.page_bytes, (last - first) * self.page_bytes)
 
     def fill(self) -> None:
         """Make all of it zero, and resident."""

@@ -16,7 +16,7 @@ from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.checkpoint.memory_estimate import SPARE_PAGES, most_copied, row_pages
 from gpuinfer.text.checkpoint.transformers_trace import AttentionCall
 from gpuinfer.text.decoder.attention_plan import Integers
-from gpuinfer.text.decoder.torch_cache import PageCache, zeros
+from gpuinfer.text.decoder.torch_cache import PageCache, give_back_of, zeros
 from gpuinfer.text.decoder.torch_layers import PaddedGroup, StepBatch
 from gpuinfer.text.transformer import PAGE
 
@@ -73,6 +73,11 @@ class LayeredCache(PageCache):
         for held in (*self.layer_keys, *self.layer_values):
             held.zero_()
         self._filled[:] = 0
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `PageCache.give_back`."""
+        give_back_of((*self.layer_keys, *self.layer_values), pages)
+        self._filled[list(pages)] = 0
 
     def nbytes(self) -> int:
         return sum(held.nbytes for held in (*self.layer_keys, *self.layer_values))

@@ -226,7 +226,7 @@ class NullDecoder:
         self, shape: Shape, *, slots: int, pages: int, length: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self.computes_in = str(dtype).removeprefix("torch.")
-        self.reads_drawn = False
+        self.reads_drawn, self.pages_go_back = False, True
         self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
         tokens = (LETTER, *range(shape.vocabulary))
@@ -242,6 +242,15 @@ class NullDecoder:
         return self._logits[:rows]
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        pass
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        pass
+
+    def resize(self, slots: int, pages: int) -> None:
+        self.slots, self.pages = slots, pages
+
+    def drop_graphs(self) -> None:
         pass
 
     def embedding(self) -> Tensor:

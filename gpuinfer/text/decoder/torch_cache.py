@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.host.process_memory import give_back, runs_of
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.checkpoint.memory_estimate import SPARE_PAGES, most_copied, row_pages
 from gpuinfer.text.decoder.attention_plan import Integers, ends_of
@@ -88,6 +89,12 @@ class PageCache:
         self.values.zero_()
         self._filled[:] = 0
 
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `step.Decoder.give_back`; on a CPU."""
+        layers = range(len(self.keys))
+        give_back_of([held[layer] for held in (self.keys, self.values) for layer in layers], pages)
+        self._filled[list(pages)] = 0
+
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
@@ -108,6 +115,14 @@ class PageCache:
         places = queued(np.repeat(pages * np.int64(PAGE) + starts, counts) + offsets, self.keys.device)
         self._flat_keys.index_fill_(1, places, 0)
         self._flat_values.index_fill_(1, places, 0)
+
+
+def give_back_of(parts: Sequence[Tensor], pages: Sequence[int]) -> None:
+    """The system may have the memory of these pages [pages, ...] of each part, all of them on a CPU."""
+    for first, last in runs_of(pages):
+        for part in parts:
+            some = part[first:last]
+            give_back(some.data_ptr(), some.nbytes)
 
 
 def table_of(step: Step, segments: Integers, columns: int, blank: int) -> Integers:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpuinfer.models.cuda_graphs import event_behind, keep_for_steps, release_cached_memory
+from gpuinfer.models.cuda_graphs import event_behind, keep_for_steps, release_cached_memory, wait_for_device
 from gpuinfer.models.model_options import CompileMode, torch_compile_mode
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
@@ -181,6 +181,22 @@ class TorchDecoder:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `step.Decoder.copy_pages`."""
         self._cache.copy_pages(sources, targets)
+
+    @property
+    def pages_go_back(self) -> bool:
+        """See `step.Decoder`."""
+        return bool(self.device.type == "cpu")
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `step.Decoder.give_back`. A device's allocator has no pages."""
+        if self.pages_go_back:
+            self._cache.give_back(pages)
+
+    def drop_graphs(self) -> None:
+        """See `step.Decoder.drop_graphs`."""
+        if self.device.type == "cuda":
+            wait_for_device(self.device)  # a graph at work must not be freed
+        self._static.drop_graphs()
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`."""

@@ -67,6 +67,14 @@ class Replays(Generic[Form]):
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = new_stream(device)
 
+    def drop(self) -> None:
+        """Let go of the graphs, none of which may be at work, and of their working memory."""
+        self._graphs.clear()
+        self._seen.clear()
+        self._wait, self._pause = 0, FIRST_PAUSE
+        if self.wanted:
+            self._pool = torch.cuda.graph_pool_handle()
+
     def __call__(self, work: Callable[[Form], None], shape: Form) -> None:
         if (graph := self._graphs.get(shape)) is not None:
             graph.replay()
@@ -302,6 +310,10 @@ class StaticBatches:
         if self._prefixes is None or rows < LEAST_SHARING:
             return 0, 0
         return even(max(LEAST_ITEMS, rows // 2)), min(MOST_SLOTS, max(LEAST_SLOTS, SHARED_PARTS // rows))
+
+    def drop_graphs(self) -> None:
+        """See `step.Decoder.drop_graphs`."""
+        self._run.drop()
 
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes + self._found.nbytes

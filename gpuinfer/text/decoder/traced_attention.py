@@ -140,6 +140,10 @@ class PanelCache:
         self._pool.copy(sources, targets)
         self._stale.copied(targets)
 
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `step.Decoder.give_back`."""
+        self._pool.give_back(pages)
+
     def empty(self) -> None:
         """Forget everything; all of the cache is resident from here on."""
         self._pool.fill()

@@ -139,6 +139,19 @@ class TransformersDecoder:
         """See `step.Decoder.copy_pages`."""
         self._cache.copy_pages(sources, targets)
 
+    @property
+    def pages_go_back(self) -> bool:
+        """See `step.Decoder`."""
+        return bool(self.device.type == "cpu")
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `step.Decoder.give_back`. A device's allocator has no pages."""
+        if self.pages_go_back:
+            self._cache.give_back(pages)
+
+    def drop_graphs(self) -> None:
+        """There are none."""
+
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`."""
         found: Tensor = self._model.get_input_embeddings().weight

@@ -90,6 +90,30 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
     def free_slots(self) -> int:
         return self._slots.free
 
+    @property
+    def pages_in_use(self) -> int:
+        pool = self._slots.pool
+        return pool.pages - pool.withheld - len(pool)
+
+    def drop_cached(self) -> int:
+        return 0  # canvases share nothing
+
+    def return_memory(self) -> None:
+        if self.decoder.pages_go_back:
+            self.decoder.give_back(self._slots.pool.free_pages)
+        self.decoder.drop_graphs()
+
+    def resize(self, slots: int, pages: int) -> tuple[int, int]:
+        """See `SlottedGenerator.resize`. Canvases keep their pages, and slots are as many as there are pages for."""
+        pool = self._slots.pool
+        if self.decoder.pages_go_back:
+            more = pool.pages - pages - pool.withheld
+            if more < 0:
+                pool.restore(-more)
+            else:
+                self.decoder.give_back(pool.withhold(min(more, len(pool))))
+        return self.slots, pool.pages - pool.withheld
+
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Prepared | Exception]:

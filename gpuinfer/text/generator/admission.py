@@ -46,6 +46,7 @@ class SlotAdmission:
         self.prefilling: list[SampleRow] = []
         self._beginnings: dict[tuple[int, bytes], dict[SampleRow, None]] = {}  # of those, by their first LEAST tokens
         self._steps_left = 0  # for which rows that answer have pages
+        self.most = table.slots  # rows that have slots at once
         self.lookahead = 0  # positions beyond the next one that each row may fill in a step
         self.shares_prefixes = True  # a prompt takes over what others have computed
         self.cached = 0  # prompt tokens that were not computed, in all
@@ -53,7 +54,29 @@ class SlotAdmission:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        """Slots for rows to come: up to `most`, or for one prompt of more samples all where no row has any."""
+        taken = self._table.slots - len(self._free)
+        return min(len(self._free), max(0, self.most - taken)) if taken else len(self._free)
+
+    def preempt(self, pages: int) -> None:
+        """Preempt the youngest rows until the others have so few pages, the oldest one aside. Between two steps."""
+        tree = self.pages.tree
+        while self.pages.in_use - tree.unused > pages:
+            seated = sorted((one for one in self._table.rows if one is not None and one.node is not None), key=_age)
+            if len(seated) < 2:
+                break
+            self._preempt(seated[-1])
+
+    def preempt_all(self) -> None:
+        """Take all pages from all rows, which are computed again."""
+        for row in [one for one in self._table.rows if one is not None and one.node is not None]:
+            self._preempt(row)
+
+    def _preempt(self, row: SampleRow) -> None:
+        self._suspend(row)
+        self.preempted += 1
+        self._steps_left = 0
+        self._changed()
 
     def add(self, work: PromptWork[SampleRow]) -> None:
         """Slots for a prompt, of which there must be `free` ones for all its samples; its rows wait for pages. Raises
@@ -274,8 +297,7 @@ class SlotAdmission:
         for row in sorted(rows, key=_age):
             while row.node is not None and not self.pages.available:
                 seated = [one for one in self._table.rows if one is not None and one.node is not None]
-                self._suspend(max(seated, key=_age))
-                self.preempted += 1
+                self._preempt(max(seated, key=_age))
             if row.node is not None:
                 self.pages.extend(np.array([row.slot], np.int32))
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from gpuinfer.api import Lane, TextRoofline
 from gpuinfer.errors import BackendDied, Closed, UsageError
@@ -29,6 +29,7 @@ logger = logging.getLogger("gpuinfer")
 CLOSE_S = 10.0  # how long `close` waits for the step under way
 FIRST_TOUCH = "first touch"  # of the ledger
 Outcome = Generation | Exception
+T = TypeVar("T")
 Done = Callable[[Outcome], None]
 Deliver = Callable[[Sequence[tuple[int, Part]], Sequence[tuple[int, Outcome]]], None]
 
@@ -212,13 +213,19 @@ class Driver:
 
     def measure(self, rows: int, seconds: float) -> Future[TextRoofline]:
         """`SlottedGenerator.measure` once nothing is under way; from any thread."""
-        done: Future[TextRoofline] = Future()
+        return self.between_steps(lambda: self.generator.measure(rows, seconds), drain=True)
+
+    def between_steps(self, work: Callable[[], T], *, drain: bool = False) -> Future[T]:
+        """Do something with the generator between two of its steps, or with `drain` once nothing is under way; from any
+        thread. The future, which can be cancelled, has what it answers or raises.
+        """
+        done: Future[T] = Future()
 
         def apply() -> None:
             if not done.set_running_or_notify_cancel():  # it was cancelled
                 return
             try:
-                done.set_result(self.generator.measure(rows, seconds))
+                done.set_result(work())
             except Exception as error:  # noqa: BLE001  whatever it is, answers can go on
                 done.set_exception(error)
 
@@ -226,7 +233,7 @@ class Driver:
             if not done.done():
                 done.cancel() if change.cancelled() else done.set_exception(change.exception() or _closed())
 
-        self._between_steps(apply, drain=True).add_done_callback(failed)
+        self._between_steps(apply, drain).add_done_callback(failed)
         return done
 
     def counters(self) -> dict[str, float]:

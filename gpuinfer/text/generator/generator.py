@@ -19,7 +19,7 @@ from torch import Tensor
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendDied, BadPrompt
 from gpuinfer.generation import Generation, Logprob, Prompt
-from gpuinfer.models.out_of_memory import first_line
+from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.generator.adapter_versions import weights_name
 from gpuinfer.text.generator.admission import SlotAdmission
@@ -357,6 +357,36 @@ class Generator(SlottedGenerator[SampleRow]):
 
     def _adapter_gone(self, number: int) -> None:
         self._admission.pages.tree.forget(number)
+
+    @property
+    def pages_in_use(self) -> int:
+        return self._admission.pages.in_use
+
+    def drop_cached(self) -> int:
+        return self._admission.pages.evict_unused()
+
+    def return_memory(self) -> None:
+        self._settle_all()
+        self._admission.pages.return_memory()
+        self.decoder.drop_graphs()
+
+    def resize(self, slots: int, pages: int) -> tuple[int, int]:
+        self._settle_all()
+        admission, held = self._admission, self._admission.pages
+        admission.most = slots
+        if self.decoder.pages_go_back:
+            admission.preempt(pages)
+            held.limit(pages)
+        elif pages != held.pool.pages and not len(self._embeddings):  # whose pages cannot be taken away
+            before = held.pool.pages
+            admission.preempt_all()
+            try:
+                held.renew(pages)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                held.renew(before)
+        return slots, held.pool.pages - held.pool.withheld
 
     def measure(self, rows: int, seconds: float) -> TextRoofline:
         self._settle_all()

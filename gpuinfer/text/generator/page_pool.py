@@ -29,6 +29,7 @@ class PagePool:
         self.pages = pages
         self.users = np.zeros(pages, np.int32)  # rows that have each page
         self._free = list(range(pages - 1, -1, -1))  # last freed, first taken: it may be in a core's cache
+        self._withheld: list[int] = []
 
     def __len__(self) -> int:
         return len(self._free)
@@ -42,6 +43,25 @@ class PagePool:
     def free(self, pages: Iterable[int]) -> None:
         """Free these pages: no row has them, and the prefix tree does not keep them."""
         self._free.extend(pages)
+
+    @property
+    def withheld(self) -> int:
+        """How many pages are neither free nor anybody's: their memory is left to others."""
+        return len(self._withheld)
+
+    @property
+    def free_pages(self) -> Sequence[int]:
+        return tuple(self._free)
+
+    def withhold(self, count: int) -> list[int]:
+        """Let so many free pages be taken no more; these."""
+        taken = [self._free.pop(0) for _ in range(count)]  # freed longest ago
+        self._withheld += taken
+        return taken
+
+    def restore(self, count: int) -> None:
+        """Let so many of those that are withheld be taken again."""
+        self._free += [self._withheld.pop() for _ in range(count)]
 
     def share(self, pages: Ints) -> int:
         """Count one more row for each of these pages. Returns how many of them no row had."""

@@ -140,6 +140,39 @@ class RowPages:
         """Pages that can be taken: free ones, and those of the tree that no row has."""
         return len(self.pool) + self.tree.unused
 
+    @property
+    def in_use(self) -> int:
+        """Pages that rows have, or that are kept for rows to come."""
+        return self.pool.pages - self.pool.withheld - len(self.pool)
+
+    def evict_unused(self) -> int:
+        """Free all pages that no row has; how many were kept."""
+        kept = self.tree.unused
+        while self.tree.unused:
+            self.tree.evict()
+        return kept
+
+    def return_memory(self) -> None:
+        """The memory of free pages goes back, where it can page by page."""
+        if self._decoder.pages_go_back:
+            self._decoder.give_back(self.pool.free_pages)
+
+    def limit(self, pages: int) -> None:
+        """Let rows have so many pages in all, or as few more as they have now; the memory of the others goes back."""
+        wanted = self.pool.pages - pages - self.pool.withheld
+        if wanted < 0:
+            self.pool.restore(-wanted)
+            return
+        while len(self.pool) < wanted and self.tree.unused:
+            self.tree.evict()
+        self._decoder.give_back(self.pool.withhold(min(wanted, len(self.pool))))
+
+    def renew(self, pages: int) -> None:
+        """A cache of another size, all empty: no row may have pages. Raises what `Decoder.resize` raises."""
+        self._decoder.resize(self._decoder.slots, pages)
+        self.pool = PagePool(self._decoder.pages)
+        self.tree = PrefixTree(self.pool, prefix_cost(self._decoder.shape))
+
     def find(self, row: SampleRow) -> PrefixMatch:
         """The longest prefix of the row's shareable tokens that pages hold."""
         return self.tree.find(row.work.adapter_number, row.known[: row.may_share])

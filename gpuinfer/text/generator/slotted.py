@@ -347,6 +347,25 @@ class SlottedGenerator(ABC, Generic[R]):
     def _adapter_gone(self, number: int) -> None:
         """No answer is computed with this adapter any more."""
 
+    @property
+    @abstractmethod
+    def pages_in_use(self) -> int:
+        """Pages of the cache that rows have, or that are kept for rows to come."""
+
+    @abstractmethod
+    def drop_cached(self) -> int:
+        """Keep nothing for rows to come that no row needs now; how many pages that frees. Between two steps."""
+
+    @abstractmethod
+    def return_memory(self) -> None:
+        """Give the memory of free pages back, where it can go page by page. Between two steps."""
+
+    @abstractmethod
+    def resize(self, slots: int, pages: int) -> tuple[int, int]:
+        """Have at most so many slots and pages in use from now on, never more than it was opened with; how many there
+        are then. Rows that have more pages give them back, and are computed again. Between two steps.
+        """
+
     def measure(self, rows: int, seconds: float) -> TextRoofline:
         """What this machine reaches with the model at best: see `text_roofline.measure_roofline`. Only while nothing is
         under way; the prefix cache is emptied. Raises `UsageError` for a model that cannot be measured.

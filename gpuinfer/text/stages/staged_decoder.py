@@ -220,6 +220,7 @@ class StagedDecoder:
         self.shape, self.slots, self.length = shape, decoders[0].slots, decoders[0].length
         self.pages = decoders[0].pages  # every stage has as many, and a page's number is the same in all of them
         self.device, self.computes_in = decoders[-1].device, decoders[-1].computes_in
+        self.pages_go_back = all(decoder.pages_go_back for decoder in decoders)
         self.reads_drawn = False  # each stage's work is waited for
         self._portions, self._decoders, self._pipeline = portions, decoders, pipeline
         self._cutter, self._alone, self._described = cutter, alone, described
@@ -242,6 +243,18 @@ class StagedDecoder:
     def empty(self) -> None:
         """Clear all pages; all of the cache is resident from then on."""
         self._on_each(lambda number, decoder: decoder.empty())
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """See `step.Decoder.give_back`."""
+        self._on_each(lambda number, decoder: decoder.give_back(pages))
+
+    def resize(self, slots: int, pages: int) -> None:
+        """See `step.Decoder.resize`."""
+        self._on_each(lambda number, decoder: decoder.resize(slots, pages))
+        self.slots, self.pages = slots, pages
+
+    def drop_graphs(self) -> None:
+        """See `step.Decoder.drop_graphs`: stages have none."""
 
     def embedding(self) -> Tensor:
         """See `step.Decoder.embedding`."""
@@ -282,6 +295,11 @@ class StagedDecoder:
 
     def cache_bytes(self) -> int:
         return sum(decoder.cache_bytes() for decoder in self._decoders)
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Of the stages, each once."""
+        return list(dict.fromkeys(decoder.device for decoder in self._decoders))
 
     def reading(self) -> Mapping[str, Any]:
         """Of `Backend.device`: the devices, how the model is cut, and what went through the stages."""
