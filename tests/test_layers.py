@@ -232,6 +232,7 @@ FACADES: dict[str, set[str]] = {
         "language.list_walks",
         "language.tokenizer",
         "language.transformers_tokenizer",
+        "language.vocabulary",
         "model",
         "model_listing",
         "multi_device",

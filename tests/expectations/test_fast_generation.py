@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -114,6 +116,21 @@ def test_a_word_that_is_not_in_the_vocabulary_is_named_with_near_ones(nanogpt):
     assert "'Nf3'" in unknown.partition("Did you mean")[2]
     assert "lacks 'e4e5'." in together
     assert "It is several tokens: write ' ' between them" in together
+
+
+def test_on_a_terminal_a_space_stands_between_the_words_of_a_prompt_and_its_answer(nanogpt):
+    folder, _ = nanogpt
+    screen, theirs = pty.openpty()
+    command = ["gpuinfer", "generate", "--checkpoint", "out/ckpt.pt", "--prompt", "e4 e5", *GREEDY]
+    with Forked(command, folder, own_environment(), stdout=theirs) as process:
+        os.close(theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while more := os.read(screen, 1 << 16):
+                said += more
+        process.wait(SECONDS)
+    os.close(screen)
+    assert "e4 e5 Nf3 Nc6 Bb5" in re.sub(r"\x1b\[[\d;]*[mK]", "", said.decode())
 
 
 MATCHES = 240

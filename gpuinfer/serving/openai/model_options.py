@@ -355,6 +355,18 @@ def constraint_of(own: SamplingOptions) -> Constraint | None:
     return None if own.regex is None else Constraint(regex=own.regex)
 
 
+def word_separator(spec: ModelSpec) -> str:
+    """What stands between a prompt and its answer where the model's tokens are words; "" for any other model."""
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.language.vocabulary import Vocabulary
+
+    try:
+        files = open_checkpoint(spec).language
+    except UsageError:  # a model that only its backend can read
+        return ""
+    return "" if files.vocabulary is None else Vocabulary(files.vocabulary, files.separator).separator
+
+
 def check_with_model(spec: ModelSpec, wanted: Sampling) -> None:
     """Check the sampling flags against the model, so that a mistake is reported once and not for each answer.
 

@@ -39,7 +39,7 @@ class Vocabulary:
     def __init__(self, tokens: Sequence[str], separator: str | None = None) -> None:
         """`separator`: None for that of `separator_of`."""
         separator = separator_of(tokens) if separator is None else separator
-        self._tokens, self._separator = tuple(tokens), separator
+        self._tokens, self.separator = tuple(tokens), separator
         self._numbers = {text: token for token, text in enumerate(self._tokens)}
         self.size = len(self._tokens)
         self.hidden = frozenset({self._numbers[END_OF_TEXT]} if END_OF_TEXT in self._numbers else ())
@@ -68,9 +68,9 @@ class Vocabulary:
             return None if (text := text_of(token)) is None else text.encode("utf-8", "replace")
 
         def joined(token: int) -> str | None:
-            return None if (text := text_of(token)) is None else self._separator + text
+            return None if (text := text_of(token)) is None else self.separator + text
 
-        return Spelling(False, joined, text_of, joins=True) if self._separator else Spelling(True, piece)
+        return Spelling(False, joined, text_of, joins=True) if self.separator else Spelling(True, piece)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
         return [self._encoded(text) for text in texts]
@@ -83,7 +83,7 @@ class Vocabulary:
             return self._unknown(text)
 
     def _split_by_separator(self, text: str) -> Iterator[str]:
-        return filter(None, text.split(self._separator))
+        return filter(None, text.split(self.separator))
 
     def _split_by_space(self, text: str) -> Iterator[str]:
         return (found[0] for found in self._word.finditer(text))
@@ -119,20 +119,20 @@ class Vocabulary:
             )
         near = difflib.get_close_matches(missing[0][:SHOWN], self._tokens, n=MOST_NEAR, cutoff=0.5)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-        if not self._separator:
+        if not self.separator:
             cure = "Leave them out of the prompt."
         elif all(one in self._numbers for one in self._longest_matches(missing[0])):
             cure = (
-                f'It is several tokens: write {self._separator!r} between them, or add "separator": "" to the meta '
+                f'It is several tokens: write {self.separator!r} between them, or add "separator": "" to the meta '
                 "file if the model was trained on texts without it."
             )
         else:
-            cure = f"Write words of the vocabulary, with {self._separator!r} between them."
+            cure = f"Write words of the vocabulary, with {self.separator!r} between them."
         return BadPrompt(f"the model's vocabulary of {self.size} tokens lacks {named}.{hint} {cure}")
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         hidden = frozenset[int]() if special_tokens else self.hidden
-        return self._separator.join(
+        return self.separator.join(
             [self._tokens[token] for token in tokens if 0 <= token < self.size and token not in hidden]
         )
 

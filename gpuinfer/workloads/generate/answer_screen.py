@@ -57,9 +57,9 @@ class TerminalPage:
 
 
 class AnswerScreen:
-    """Asks for all answers at once and shows them on a page."""
+    """Asks for all answers at once and shows them on a page. `between` stands between a prompt and its answer."""
 
-    def __init__(self, infer: Infer, rows: Sequence[NamedRow]) -> None:
+    def __init__(self, infer: Infer, rows: Sequence[NamedRow], between: str = "") -> None:
         self.counts = RowCounts()
         self.counts.read, self.counts.ended = len(rows), True
         self._rows = rows
@@ -71,6 +71,7 @@ class AnswerScreen:
             self._first.append(len(headings))
             text, samples = row.prompt.text or "", row.prompt.samples
             shown = text if len(text) <= MOST_SHOWN else f"…{text[-MOST_SHOWN:]}"
+            shown += between if text and not text[-1].isspace() else ""
             several = [f"{number} of {samples}: {shown}" for number in range(1, samples + 1)]
             headings += [shown] if samples == 1 else several
         self._shown = [(0, 0)] * len(headings)  # characters and tokens

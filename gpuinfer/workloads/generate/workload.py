@@ -36,6 +36,7 @@ from gpuinfer.serving.openai.model_options import (
     rendering_of,
     sampling_of,
     text_model,
+    word_separator,
 )
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.requests import PromptDefaults
@@ -243,9 +244,11 @@ class Generate(Workload):
     async def _show(self, infer: Infer) -> AsyncIterator[Progress]:
         """The texts of the command line, answered on the terminal."""
 
-        async def load() -> None:
+        async def load() -> str:
             await asyncio.to_thread(check_with_model, self.model(), self.sampling)
+            between = await asyncio.to_thread(word_separator, self.model())
             await infer.ready()
+            return between
 
         loading = asyncio.create_task(load())
         try:
@@ -261,7 +264,7 @@ class Generate(Workload):
             self.prompts[: TEST_ROWS if self.options.test else None],
         )
         rows = [reader.read((number, row)) for number, row in enumerate(texts_as_rows(prompts), 1)]
-        showing = AnswerScreen(infer, Namer({}).name(rows))  # their digests are not written
+        showing = AnswerScreen(infer, Namer({}).name(rows), loading.result())  # their digests are not written
         yield progress_of(showing.counts, len(rows))  # the run's clock starts
         running = asyncio.create_task(showing.run())
         try:
