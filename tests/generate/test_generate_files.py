@@ -105,6 +105,21 @@ FORMS: dict[str, tuple[str, Any, str | None, list[Any], list[Any]]] = {
         [CHAT, NAMED_CHAT],
         [None, None],
     ),
+    "words in Parquet": ("p.parquet", as_table(moves=[["ab", "cd"], ["e"]]), "moves", ["ab cd", "e"], [None, None]),
+    "an object of lists of words": (
+        "p.json",
+        '{"m1": ["ab", "cd"], "m2": ["e"]}',
+        None,
+        [("m1", "ab cd"), ("m2", "e")],
+        [None, None],
+    ),
+    "a field that holds lists of words": (
+        "p.json",
+        '{"m1": {"moves": ["ab", "cd"], "won": true}, "m2": {"moves": []}}',
+        "moves",
+        [("m1", "ab cd"), ("m2", [])],
+        [{"won": True}, None],
+    ),
     "tokens in Parquet": ("p.parquet", as_table(t=[[1, 2], [3]], n=[1, 2]), "t", [[1, 2], [3]], [None, None]),
     "a column of few words": ("p.parquet", as_table(text=OF_DICTIONARY), None, ["a", "b", "a"], [None] * 3),
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -142,6 +143,45 @@ def test_a_tokenizer_larger_than_the_model_and_letters_that_an_alphabet_lacks(tm
     assert encoded(opened, "a cab") == [[0, 3, 2, 0, 1]]
     assert opened.decode([2, 0, 1, 9]) == "cab"
     assert "'f', 'o', 'x', ',', 'd', …" in refusal(opened, Prompt(text="a fox, a dog"))
+
+
+WORDS = ("e4", "e5", "\n", "O O", "<|endoftext|>", "Nf3")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "separator", "text", "pieces", "joined"),
+    [
+        pytest.param(WORDS, None, "e4  e5\tNf3", "e4·e5·Nf3", "e4 e5 Nf3", id="white space between words"),
+        pytest.param(WORDS, None, "e4\n\ne5", "e4·\n·\n·e5", "e4 \n \n e5", id="newlines that are tokens"),
+        pytest.param(WORDS, None, "e4 O O e5", "e4·O O·e5", "e4 O O e5", id="a word with a space in it"),
+        pytest.param(WORDS, None, "<|endoftext|> e4", "<|endoftext|>·e4", "e4", id="the end of a text is not shown"),
+        pytest.param(("a", "b", "<pad>"), None, "ab<pad>a", "a·b·<pad>·a", "ab<pad>a", id="characters, and special"),
+        pytest.param(("e", "e4", " e5", " "), None, "e4 e5e ", "e4· e5·e· ", "e4 e5e ", id="the longest that fits"),
+        pytest.param(("e4", "e5"), "", "e4e5", "e4·e5", "e4e5", id="a file that says that nothing is between"),
+        pytest.param(("e4", "e5"), ";", "e4;;e5;", "e4·e5", "e4;e5", id="a separator of the file"),
+        pytest.param(("", "a b"), None, "a b", "a b", "a b", id="a token without a text"),
+    ],
+)
+def test_a_vocabulary_that_is_a_list_of_texts_is_read_as_it_was_written(vocabulary, separator, text, pieces, joined):
+    opened = open_language(LanguageFiles(vocabulary=vocabulary, separator=separator), shape(len(vocabulary) + 2))
+    (tokens,) = encoded(opened, text)
+    assert [vocabulary[token] for token in tokens] == pieces.split("·")
+    assert opened.decode([*tokens, len(vocabulary) + 1]) == joined
+    assert opened.end_tokens == (() if "<|endoftext|>" not in vocabulary else (4,))
+
+
+@pytest.mark.parametrize(
+    ("separator", "text", "said"),
+    [
+        (None, "e4 Nf4 ee", r"lacks 'Nf4', 'ee'\. Did you mean 'Nf3'.*with ' ' between them"),
+        (None, "e4e5", r"lacks 'e4e5'.*It is several tokens"),
+        ("", "e4Nf4 e5", r"lacks 'Nf4', ' '\. Did you mean 'Nf3'"),
+        (None, "e4 \ud800", "not valid Unicode"),
+    ],
+)
+def test_a_word_that_a_vocabulary_lacks_is_named_with_the_cure(separator, text, said):
+    opened = open_language(LanguageFiles(vocabulary=WORDS, separator=separator), shape(len(WORDS)))
+    assert re.search(said, refusal(opened, Prompt(text=text)))
 
 
 @pytest.mark.parametrize(
