@@ -137,6 +137,11 @@ class FallbackBackend(Backend):
         self._asked: dict[Request, asyncio.Task[None]] = {}  # here
         self._asked_again = 0  # requests that the server had been sent and never answered
 
+    @property
+    def acts_for(self) -> type[Backend]:
+        """The backend that answers now, which messages name."""
+        return type(self._primary) if self._cause is None else self._plan.kind
+
     # The remote backend, as long as it serves
 
     @property
@@ -194,7 +199,7 @@ class FallbackBackend(Backend):
     def waits_for(self) -> str:
         if self._cause is None:
             return self._primary.waits_for()
-        return f"the backend '{self._plan.name}' of this process" if self._engine is None else ""
+        return "its own start in this process, as the server is gone" if self._engine is None else ""
 
     # Requests
 

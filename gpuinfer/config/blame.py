@@ -184,7 +184,11 @@ def make(kind: type[P], setup: Setup, options: Mapping[str, Any]) -> P:
 
 
 def _class_of(plugin: Any) -> type:
-    return plugin if isinstance(plugin, type) else type(plugin)
+    """The class to name: of a plugin that only passes on to another one that other's, which it has as `acts_for`."""
+    if isinstance(plugin, type):
+        return plugin
+    acting: type | None = getattr(plugin, "acts_for", None)
+    return acting or type(plugin)
 
 
 def _named_by(target: str) -> Any:

@@ -8,6 +8,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +22,13 @@ from bench_outcomes import made_document, outcome
 from gpuinfer.api import Limits, ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.fallback import LocalPlan, weights_identity, with_fallback
+from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.engine.arrivals import ClosedLoop
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied
+from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.loop.loop_figures import step_figures
 from gpuinfer.lab.loop.loop_runner import LoopStep
@@ -29,6 +36,7 @@ from gpuinfer.lab.loop.loop_summary import device_use, loop_page
 from gpuinfer.lab.simulate import simulate
 from gpuinfer.models.positions import positions_of
 from gpuinfer.runtime.run import execute
+from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
 
@@ -107,6 +115,86 @@ def test_a_run_whose_servers_restarts_are_used_up_plays_the_games_that_it_would_
     found, right = (positions_of([tmp_path / name]) for name in ("killed", "whole"))
     for name in ("observation", "policy", "value"):
         assert np.array_equal(getattr(found, name), getattr(right, name))
+
+
+@asynccontextmanager
+async def engine_over(backend):
+    engine = Engine(backend, Dynamic(backend.setup))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(drain=False)
+
+
+@pytest.mark.thorough
+async def test_texts_go_on_in_this_process_where_the_killed_server_stopped(tmp_path):
+    setup = Setup(ModelSpec("tiny", kind="text"), devices=("cpu",), deterministic=True)
+    backend = with_fallback(Central(setup, slots=4, context=1024), "central", "inprocess", InProcess, {})
+    sampling = Sampling(max_tokens=500, ignore_eos=True)
+    prompts = [Prompt(text=f"prompt {number}", key=f"{number}", sampling=sampling) for number in range(6)]
+    async with engine_over(backend) as engine:
+        first = asyncio.Event()
+        read = [[] for _ in prompts]
+
+        def on_part(number):
+            def keep(part):
+                read[number] += part.tokens
+                first.set()
+
+            return keep
+
+        tasks = [
+            asyncio.create_task(engine.submit(prompt, on_part=on_part(number))) for number, prompt in enumerate(prompts)
+        ]
+        await asyncio.wait_for(first.wait(), WAIT_S)
+        os.kill(backend._primary._server._child.pid, signal.SIGKILL)
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+        assert backend.lost is None
+        assert Snapshot.from_wire(backend.counted_here()).fallback["inprocess"]["requests"] > 0
+    async with engine_over(InProcess(setup, slots=4, context=1024)) as engine:
+        right = await asyncio.wait_for(asyncio.gather(*map(engine.submit, prompts)), WAIT_S)
+    tokens = [list(answer.completions[0].tokens) for answer in right]
+    assert [list(answer.completions[0].tokens) for answer in answers] == tokens
+    assert read == tokens, "nothing is missing, and nothing came twice"
+
+
+@pytest.mark.thorough
+def test_a_fleet_that_is_gone_is_replaced_too(tmp_path):
+    ready = tmp_path / "ready"
+    words = ["serve", "--model", "blobnet-small", "--features", "8", "--actions", "4", "--seats", "2", "--port", "0"]
+    process = subprocess.Popen([sys.executable, "-m", "gpuinfer", *words, "--ready-file", str(ready), "--quiet"])
+    try:
+        until(ready.exists, process)
+        url = "http://{host}:{port}".format(**json.loads(ready.read_text()))
+        setup = Setup(ModelSpec("blobnet-small", inputs=8, arguments={"actions": 4, "seats": 2}))
+        fleet = with_fallback(FleetBackend(setup, endpoint=url, retry=0.5), "fleet", "inprocess", InProcess, {})
+        before, after = asyncio.run(evaluated_before_and_after(fleet, process))
+        for one, other in zip(before, after, strict=True):
+            assert np.allclose(one, other, atol=1e-5)
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+
+
+async def evaluated_before_and_after(backend, process):
+    """The same rows through the server, and once it has been killed."""
+    rows = np.eye(8, dtype=np.float32)
+    async with engine_over(backend) as engine:
+        before = await asyncio.wait_for(engine.submit(rows, rows=8), WAIT_S)
+        process.kill()
+        process.wait(WAIT_S)
+        return before, await asyncio.wait_for(engine.submit(rows, rows=8), WAIT_S)
+
+
+def until(condition, process):
+    """Wait for something that a running process does."""
+    for _ in range(WAIT_S * 20):
+        if condition():
+            return
+        assert process.poll() is None, "it has ended"
+        time.sleep(0.05)
+    raise AssertionError("it did not come about")
 
 
 def test_a_fallback_without_a_server_to_lose_is_refused_with_a_cure(gpuinfer, empty_folder):
