@@ -270,6 +270,11 @@ class Plugin:
 
     options: Any
 
+    @property
+    def acts_for(self) -> type[Plugin] | None:
+        """Of one that only passes on to another plugin: that one's class, which messages name. None of all others."""
+        return None
+
     @classmethod
     def missing(cls) -> str | None:
         """What keeps it from being used here, such as a library that is not installed, with the cure. Nothing heavy is

@@ -187,7 +187,7 @@ def _class_of(plugin: Any) -> type:
     """The class to name: of a plugin that only passes on to another one that other's, which it has as `acts_for`."""
     if isinstance(plugin, type):
         return plugin
-    acting: type | None = getattr(plugin, "acts_for", None)
+    acting = plugin.acts_for if isinstance(plugin, api.Plugin) else None
     return acting or type(plugin)
 
 
