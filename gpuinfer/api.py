@@ -745,13 +745,13 @@ class Infer(ABC):
         """Room for `rows` rows that travel to the model without a copy, or None: see `Backend.block`. After `ready`."""
         return None
 
-    def beside(self, spec: ModelSpec, share: float = 1.0) -> Infer:
+    def beside(self, spec: ModelSpec, share: float = 1.0, name: str | None = None) -> Infer:
         """A way to another model, beside the run's own: a backend of the same class and options, an engine of its own.
 
         Where both want the device at once, it has `share` of it and the run's own model 1 (`Setup.share`).
 
         It starts with its first request or at its `ready`, and is closed with this one; the run counts both. The same
-        spec gives the same way. Raises `UsageError` where there can be none.
+        spec gives the same way. `name`: what the report calls it. Raises `UsageError` where there can be none.
         """
         raise UsageError(f"there can be no other model, '{spec.name}', beside the run's own here. Leave it out.")
 

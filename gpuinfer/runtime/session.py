@@ -301,9 +301,9 @@ class Session(Infer, Pulse):
         with blame.blaming(self._backend, "block"):
             return self._backend.block(rows)
 
-    def beside(self, spec: ModelSpec, share: float = 1.0) -> Session:
+    def beside(self, spec: ModelSpec, share: float = 1.0, name: str | None = None) -> Session:
         known = next((one for one in self._sessions[1:] if one._backend.setup.model == spec), None)
-        return self.open_beside(spec, share=share) if known is None else known
+        return self.open_beside(spec, name, share) if known is None else known
 
     def open_beside(self, spec: ModelSpec, name: str | None = None, share: float = 1.0) -> Session:
         """`beside`, by this name, and always a new session: the same model may be served twice."""

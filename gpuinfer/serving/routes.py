@@ -1,4 +1,4 @@
-"""All routes of one replica in one table, and the OpenAPI document (3.1) made from it.
+"""All routes of one replica in one table.
 
 Beside the endpoints of the models: updates of weights and adapters (which need the admin key, since they name paths),
 metrics, and the live page.
@@ -7,7 +7,6 @@ metrics, and the live page.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.http.http_exchange import Exchange, Handler
 from gpuinfer.http.route_table import Route
 from gpuinfer.models.row_format import MEDIA_TYPE
+from gpuinfer.serving.batch_endpoint import batch_route
 from gpuinfer.serving.embedding_endpoint import EmbeddingsBody, embeddings
 from gpuinfer.serving.health import replica_stats
 from gpuinfer.serving.kserve_endpoint import kserve_routes
@@ -37,6 +37,7 @@ from gpuinfer.serving.monitoring.metrics import (
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.openai.response_items import ResponsesBody
 from gpuinfer.serving.openai.schema import CHANGES, FreeBody, LoadBody, RequestBody, UnloadBody, UpdateBody
+from gpuinfer.serving.openapi import json_responses, object_schema, openapi_document
 from gpuinfer.serving.profile_endpoint import profile_route
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
 from gpuinfer.serving.responses_endpoint import responses
@@ -45,94 +46,6 @@ from gpuinfer.serving.score_endpoints import RerankBody, ScoreBody, pair_scores,
 from gpuinfer.serving.service import ModelService, ServedModels, Work
 from gpuinfer.serving.text_endpoints import PredictBody, completions, generations, predictions
 from gpuinfer.serving.token_endpoints import DetokenizeBody, TokenizeBody, detokenizations, tokenizations
-
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ERRORS = {
-    "400": "What is asked cannot be, and the message says why.",
-    "401": "No key, or a wrong one.",
-    "403": "Not under this name, or not without an admin key.",
-    "404": "No such path or model.",
-    "405": "Not with this method.",
-    "408": "The request's deadline has passed, or it came too slowly.",
-    "413": "A body that is too large.",
-    "422": "The model's answer to this is no answer.",
-    "429": "The queue is full. Come again after Retry-After seconds.",
-    "500": "The model failed.",
-    "503": "Loading or shutting down. Come again after Retry-After seconds.",
-}
-PLAIN_PATH = re.compile(r"[/{}]+")
-TEMPLATE = "#/components/schemas/{name}"
-
-
-def openapi_document(routes: Sequence[Route], url: str = "/") -> dict[str, Any]:
-    """The OpenAPI document of these routes, but those whose `openapi` is {"hidden": True}."""
-    schemas: dict[str, Any] = {"Error": ERROR}
-    paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        if not route.openapi.get("hidden"):
-            paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "gpuinfer", "version": __version__, "description": "Answers of one model."},
-        "servers": [{"url": url}],
-        "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
-    own = route.openapi
-    named, form = own.get("error", ("Error", ERROR))
-    schemas[named] = form
-    error = {"application/json": {"schema": {"$ref": TEMPLATE.format(name=named)}}}
-    errors = {code: {"description": text, "content": error} for code, text in ERRORS.items()}
-    made: dict[str, Any] = {
-        "summary": route.summary,
-        "operationId": f"{route.method.lower()}{PLAIN_PATH.sub('_', route.path).rstrip('_')}",
-        "responses": {**errors, **own.get("responses", {"200": {"description": "Done."}})},
-    }
-    if route.access != "open":
-        made["security"] = [{"key": []}, {}]
-    if (body := own.get("body")) is not None:
-        (schema,), parts = msgspec.json.schema_components([body], ref_template=TEMPLATE)
-        schemas.update(parts)
-        if required := own.get("required"):
-            schema = {"allOf": [schema, {"required": list(required)}]}
-        content = {"application/json": {"schema": schema}}
-        made["requestBody"] = {"required": True, "content": {**content, **own.get("content", {})}}
-    if parameters := own.get("parameters"):
-        made["parameters"] = parameters
-    return made
-
-
-def json_responses(description: str, schema: Mapping[str, Any], *other: str) -> dict[str, Any]:
-    """The `responses` of a route that answers 200 with JSON of this schema, or with one of the `other` media types."""
-    content: dict[str, Any] = {"application/json": {"schema": schema}}
-    return {"200": {"description": description, "content": {**content, **{kind: {} for kind in other}}}}
-
-
-def object_schema(*names: str) -> dict[str, Any]:
-    """The schema of an object with at least these fields."""
-    return {"type": "object", "required": list(names)}
-
 
 HIDDEN: Mapping[str, Any] = {"hidden": True}
 TEXT = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -259,10 +172,12 @@ def replica_routes(served: ServedModels) -> list[Route]:
         ]
         for service in served.services
     ]
+    of_models = each[0] if len(each) == 1 else _chosen(served, each)
     table = [
         _health(served),
         Route("GET", "/v1/models", _models(served), "api", "The models and their limits.", _MODELS),
-        *(each[0] if len(each) == 1 else _chosen(served, each)),
+        *of_models,
+        batch_route(served, of_models),
         *kserve_routes(served),
         Route("GET", "/stats", _stats(served), "api", "Counters, times and rates of the last seconds.", _STATS),
         *monitoring_routes(served),

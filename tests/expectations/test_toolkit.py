@@ -384,3 +384,76 @@ def test_the_share_of_copies_hidden_behind_compute_is_in_the_report_and_the_pane
     made["device"] = device
     jsonschema.validate(made, report.schema())
     assert any("70% of the time of its copies" in row.text for row in panel_rows(made))
+
+
+# A list for several models
+
+
+MIXED = [
+    {"id": "1", "prompt": "one", "model": "a"},
+    {"id": "2", "prompt": "one", "model": "b"},
+    {"id": "3", "prompt": "one", "model": "c"},
+    {"id": "4", "prompt": "one"},
+    {"custom_id": "5", "url": "/v1/completions", "method": "POST", "body": {"model": "B", "prompt": "five"}},
+]
+
+
+def test_each_row_of_a_file_is_answered_by_the_model_that_it_names(tmp_path):
+    """As it answers alone; a row that names none of them fails alone, and is told which there are."""
+    (tmp_path / "mixed.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in MIXED))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"id": "2", "prompt": "one"}))
+
+    def answers(model: str, file: str, *more: str) -> dict[str, Any]:
+        words = ["gpuinfer", "generate", "--model", model, "--input", f"{file}.jsonl", "--output", f"{file}.out.jsonl"]
+        words += ["--max-new-tokens", "6", "--no-roofline", "--no-trial", "--quiet", "--json", "report.json", *more]
+        done = forking.run(words, tmp_path, forking.own_environment(), WAIT_S)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (tmp_path / f"{file}.out.jsonl").read_text().splitlines()]
+        return {line.get("custom_id", line["id"]): line for line in lines}
+
+    alone = answers("tiny-llada", "b")
+    mixed = answers("a=tiny,b=tiny-llada", "mixed")
+    assert (mixed["2"]["text"], mixed["2"]["model"]) == (alone["2"]["text"], "b")
+    assert mixed["1"]["model"] == "a"
+    assert mixed["5"]["response"]["body"]["model"] == "b"
+    for id, why in (("3", "'c' is no model here"), ("4", "which model?")):
+        assert mixed[id]["error"]["type"] == "bad_row"
+        assert why in mixed[id]["error"]["message"]
+        assert "'a', 'b'" in mixed[id]["error"]["message"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert sorted(one["rows"] for one in report["models"]) == [1, 2]
+    resumed = answers("a=tiny,b=tiny-llada", "mixed", "--resume")
+    assert resumed == mixed, "nothing is asked twice"
+
+
+def test_one_request_holds_requests_for_several_models_and_each_is_answered_for_itself(tmp_path):
+    write_keys(tmp_path / "api", "the-key tokens=100000")
+    words = ("--model", "small=tiny,net=blobnet-small", *ROWS, "-B", "threads=1", "-B", "slots=4")
+    with serving(*words, "--api-key-file", "api", folder=tmp_path) as server:
+        key = bearer("the-key")
+        row, asked = [1.0] * 4 + [0.25] * 12, {"prompt": "one", "max_tokens": 4, "temperature": 0, "model": "small"}
+        requests = [
+            {"custom_id": "words", "url": "/v1/completions", "body": asked},
+            {"custom_id": "values", "url": "/v1/evaluate", "body": {"x": row, "model": "net"}},
+            {"custom_id": "unknown", "url": "/v1/completions", "body": {**asked, "model": "large"}},
+            {"custom_id": "other", "url": "/v1/completions", "body": {**asked, "model": "net"}},
+            {"custom_id": "stream", "url": "/v1/completions", "body": {**asked, "stream": True}},
+            {"custom_id": "nowhere", "url": "/v1/files", "body": {}},
+            {"custom_id": "admin", "url": "/v1/update_weights", "body": {}},
+        ]
+        answer = server.ask("/v1/batch", {"requests": requests}, key)
+        assert answer.status == 200
+        told = {one["custom_id"]: one["response"] for one in answer.json["data"]}
+        assert list(told) == [one["custom_id"] for one in requests]
+        statuses = {name: one["status_code"] for name, one in told.items()}
+        assert statuses == {
+            "words": 200, "values": 200, "unknown": 404, "other": 404, "stream": 400, "nowhere": 404, "admin": 404,
+        }  # fmt: skip
+        expected = server.ask("/v1/completions", asked, key).json["choices"]
+        assert told["words"]["body"]["choices"] == expected
+        assert told["values"]["body"] == server.ask("/v1/evaluate", {"x": row, "model": "net"}, key).json
+        assert "'small' and 'net'" in told["unknown"]["body"]["error"]["message"].replace(", ", " and ")
+        assert "stream" in told["stream"]["body"]["error"]["message"]
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) > 0
+        assert server.ask("/v1/batch", {"requests": []}, key).status == 400
+        assert server.ask("/v1/batch", {"requests": requests}).status == 401

@@ -224,7 +224,7 @@ def test_what_is_no_http_and_a_client_that_went_away_are_in_the_log(server):
     assert 0 < logged(server, id="gone")["output_tokens"] < 4000
 
 
-OPEN = {"/health", *FILES}
+OPEN = {"/health", "/v2", "/v2/health/live", "/v2/health/ready", *FILES}
 
 
 class Nothing:
@@ -254,7 +254,12 @@ def test_no_route_answers_without_its_key_no_key_can_be_seen_and_what_a_fleet_ke
     told = [server.log, *(" ".join([*one.cmdline(), *one.environ().values()]) for one in family)]
     keys = ["open", "the-owners-key"]
     assert [{path for _, path, access in one if access == "open"} for one in (ROUTES, OF_ONE)] == [OPEN, OPEN]
-    assert {path for _, path, access in ROUTES if access == "admin"} == {"/workers", "/workers/{id}", *CHANGES}
+    assert {path for _, path, access in ROUTES if access == "admin"} == {
+        "/workers",
+        "/workers/{id}",
+        "/profile",
+        *CHANGES,
+    }
     replica = next((one.cmdline() for one in family if "--setup-file" in one.cmdline()), None)
     for method, path, access in OF_ONE if replica is None else [*ROUTES, *REPLICAS]:
         wrong = [{}, bearer("wrong"), bearer(""), {"Authorization": "open"}, {"Authorization": "Basic open"}]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import Field
 from pydantic.config import JsonDict
@@ -91,6 +91,7 @@ def refuse_several(text: str | None, command: str, cure: str = "") -> None:
         )
 
 
+M = TypeVar("M", bound="ModelOptions")
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
 FORMS = ("json_schema", "regex", "choice", "grammar")
 BUILT_IN_TEXT = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
@@ -197,6 +198,20 @@ class AnswerOptions(UnmaskingOptions, SamplingOptions):
     truncate: Literal["left", "right"] | None = Field(
         None, description="what goes of a prompt that does not fit; without it the row is an error"
     )
+
+
+def each_model(own: M, command: str) -> dict[str, M]:
+    """The options of each of several models, by the names that rows give: as these, with one model. Of one model, as it
+    is named by itself, "" and the same options. Raises `UsageError` for options that are said of one model.
+    """
+    named = None if own.model is None else models_in(own.model)
+    if named is None:
+        return {"": own}
+    for name in ("checkpoint", "meta", "dcp_path", "base_model", "mask_token_id", "adapter"):
+        if getattr(own, name, None) not in (None, []):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{command}: {flag} is said of one model, and there are {len(named)}. Leave it out.")
+    return {name: own.model_copy(update={"model": place}) for name, place in named.items()}
 
 
 def check_model(own: ModelOptions, command: str) -> None:

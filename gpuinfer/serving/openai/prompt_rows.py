@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from gpuinfer.config.model_names import listed_names, meant_names
 from gpuinfer.errors import BadPrompt, GpuinferError, UsageError
 from gpuinfer.generation import Prompt
 from gpuinfer.host import error_text
@@ -48,16 +49,17 @@ class ParsedRow(Struct, kw_only=True, gc=False):
     content: bytes = b""  # what distinguishes it from others, but for its id
     id: str | int | None = None  # as it was given
     openai: str | None = None  # completion or chat, for a request of the batch format
-    model: str | None = None  # that a batch request named
+    model: str | None = None  # that answers it, of several; or that a batch request named
     metadata: dict[str, Any] | None = None
 
 
 class PromptRowReader:
     """Parses rows. Never raises: a malformed row comes back with its error. `cure`: what else helps against a field
-    that is not known.
+    that is not known. `models`: the names of several, of which each row names one.
     """
 
-    def __init__(self, defaults: PromptDefaults, cure: str = LOOSE) -> None:
+    def __init__(self, defaults: PromptDefaults, cure: str = LOOSE, models: Collection[str] = ()) -> None:
+        self._models = models
         self._defaults, self._cure, self._requests = defaults, cure, RequestReader(defaults, cure=cure)
         self._row: Any = msgspec.json.Decoder(str | (InputRow if defaults.strict else LooseRow))
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
@@ -114,12 +116,32 @@ class PromptRowReader:
                 asked.content = self._content((*said, None, row.metadata))
                 if row.adapter is not None:
                     asked.content += b"adapter" + row.adapter.encode()
+            self._choose(asked, row)
             if (adapter := self._defaults.adapter if row.adapter is None else row.adapter) and asked.prompt:
                 asked.prompt = msgspec.structs.replace(asked.prompt, adapter=adapter)
         except BadPrompt as error:
             error = _misnamed(piece) or error
             asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
         return asked
+
+    def _choose(self, asked: ParsedRow, row: InputRow) -> None:
+        """The model that answers. Raises `BadRequest`."""
+        if not self._models:
+            if row.model is not None:
+                why = f"the row names the model '{row.model[:MOST_SHOWN]}', and here is one model for all rows."
+                raise BadRequest(f"{why} Leave `model` out, or give --model NAME=…,NAME=….", "model")
+            return
+        named = asked.model if row.model is None else row.model
+        if named is None and isinstance(of_table := (row.metadata or {}).get("model"), str):
+            named = of_table  # a column that is called so
+        if named is None:
+            raise BadRequest(f"which model? Name one of {listed_names([*self._models])} as `model`.", "model")
+        found = meant_names(named, self._models)
+        if len(found) != 1:
+            what = f"'{named[:MOST_SHOWN]}' {'may be several models' if found else 'is no model'} here"
+            raise BadRequest(f"{what}. Name one of {listed_names(found or [*self._models])} as `model`.", "model")
+        asked.model = found[0]
+        asked.content += b"model" + found[0].encode()
 
     def _content(self, whole: tuple[Any, ...]) -> bytes:
         try:

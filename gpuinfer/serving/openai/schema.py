@@ -170,6 +170,7 @@ class InputRow(UnsupportedFields, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     metadata: dict[str, Any] | None = None  # goes into the answer as it is
     adapter: str | None = None  # `generation.Prompt.adapter`; "": none; a request names what it wants as `model`
+    model: str | None = None  # which of several answers
     custom_id: str | None = None
     method: str | None = None
     url: str | None = None

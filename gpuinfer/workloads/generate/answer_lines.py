@@ -65,6 +65,7 @@ class OutputLine(Struct, kw_only=True, omit_defaults=True):
     """A row of the output. With several answers they stand in `samples`, else one stands here."""
 
     id: str | int
+    model: str | None = None  # that has answered, of several
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -111,7 +112,7 @@ class LineWriter:
             prompt_tokens=generation.prompt_tokens,
             completion_tokens=sum([len(one.tokens) for one in generation.completions]),
         )
-        line = OutputLine(id=row.id, usage=usage, metadata=row.metadata, digest=row.digest)
+        line = OutputLine(id=row.id, model=row.model, usage=usage, metadata=row.metadata, digest=row.digest)
         if self._timing:
             line.timing = AnswerTiming(
                 first_token_s=generation.first_token_s,
@@ -148,7 +149,8 @@ class LineWriter:
         )
         if row.openai is None:
             failure = Failure(type=kind, message=message, row=row.number, line=row.line, file=file)
-            return self._encode(OutputLine(id=row.id, error=failure, metadata=row.metadata, digest=row.digest)) + b"\n"
+            line = OutputLine(id=row.id, model=row.model, error=failure, metadata=row.metadata, digest=row.digest)
+            return self._encode(line) + b"\n"
         fault: dict[str, Any] = {"code": kind, "message": message, "row": row.number, "line": row.line}
         if file is not None:
             fault["file"] = file

@@ -62,6 +62,7 @@ def answer_schema() -> pyarrow.Schema:
     return pa.schema(
         [
             ("id", text),
+            ("model", text),  # of several
             *ending,
             ("samples", pa.list_(pa.struct(ending))),
             ("prompt_logprobs", text),

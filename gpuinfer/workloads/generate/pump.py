@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Mapping
 
 from gpuinfer.api import Infer
 from gpuinfer.errors import (
@@ -62,11 +63,13 @@ class RowCounts:
 
 
 class Pump:
-    """Everything between an opened input and an opened output. `most` ends the input after so many rows."""
+    """Everything between an opened input and an opened output. `infers`: the ways to several models by the names that
+    rows give, or the way to one by "". `most` ends the input after so many rows.
+    """
 
     def __init__(
         self,
-        infer: Infer,
+        infers: Mapping[str, Infer],
         source: InputSource,
         output: OpenedOutput,
         reader: PromptRowReader,
@@ -79,9 +82,12 @@ class Pump:
         self.counts = RowCounts()
         self.source, self._output = source, output
         self._reader, self._namer, self._writer = reader, namer, writer
-        limits = infer.limits
-        self.under_way = rows_in_flight(limits)
-        self._asker = PromptRequester(infer, self.under_way, most_samples(limits))
+        self._askers = {
+            name: PromptRequester(one, rows_in_flight(one.limits), most_samples(one.limits))
+            for name, one in infers.items()
+        }
+        self.under_way = sum(rows_in_flight(one.limits) for one in infers.values())
+        infer = next(iter(infers.values()))
         self._enter = infer.lane("input").enter
         self._outlet = output.writer(infer.lane("output"))
         window = 4 * self.under_way
@@ -183,7 +189,7 @@ class Pump:
             await self._order.near(job.place)
             began = self._time()
             try:
-                generation = await self._asker.ask(job.prompt)
+                generation = await self._asker(job).ask(job.prompt)
                 try:
                     line = self._writer.answer(job, generation, self._time() - began)
                 except Exception as error:  # only its own row fails
@@ -198,6 +204,10 @@ class Pump:
                 self._order.add(job.place, line)
             if self._outlet.full:
                 await self._outlet.room()
+
+    def _asker(self, job: NamedRow) -> PromptRequester:
+        """Of the one model, whatever a request in OpenAI's form names, or of the one that the row names."""
+        return self._askers[""] if "" in self._askers else self._askers[job.model or ""]
 
     def _fail(self, job: NamedRow, error: GpuinferError) -> None:
         self.counts.fail(error)

@@ -32,6 +32,7 @@ from gpuinfer.serving.openai.model_options import (
     check_model,
     check_text,
     check_with_model,
+    each_model,
     model_fingerprint,
     rendering_of,
     sampling_of,
@@ -96,7 +97,14 @@ class Generate(Workload):
         super().__init__(setup, **options)
         own = self.options
         self.target = "-" if own.test else own.output
-        check_model(own, "generate")
+        self.models = each_model(own, "generate")
+        for one in self.models.values():
+            check_model(one, "generate")
+        if own.prompt and "" not in self.models:
+            raise UsageError(
+                "--prompt names no model, and there are several. Give --input with rows that name theirs: "
+                '{"prompt": "…", "model": "NAME"}.'
+            )
         check_text("--prompt", own.prompt)
         self.prompts = [input_rows.prompt_of_flag(one) for one in own.prompt]
         if own.prompt and own.input is not None:
@@ -150,7 +158,12 @@ class Generate(Workload):
         return self.options.deterministic
 
     def model(self) -> ModelSpec:
-        return text_model(self.options, self.options.batch_size, self.adapters)
+        """The first, of several."""
+        return next(iter(self.specs().values()))
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """Of each model, by the name that rows give, or of one by ""."""
+        return {name: text_model(one, one.batch_size, self.adapters) for name, one in self.models.items()}
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
@@ -177,7 +190,8 @@ class Generate(Workload):
         """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
         own = self.options
         settings = self.deciding_settings(backend_arithmetic)
-        check_with_model(self.model(), self.sampling)
+        for spec in self.specs().values():
+            check_with_model(spec, self.sampling)
         target = open_output(
             self.target,
             {**settings, "token_ids": own.token_ids, "timing": own.timing, "ordered": self.ordered},
@@ -196,17 +210,28 @@ class Generate(Workload):
     async def _answer(
         self, infer: Infer, source: InputSource, target: OpenedOutput, settings: Mapping[str, Any]
     ) -> AsyncIterator[Progress]:
-        loading = asyncio.create_task(infer.ready())
+        specs = self.specs()
+        infers = {
+            name: infer.beside(spec, name=name) if number else infer
+            for number, (name, spec) in enumerate(specs.items())
+        }
+
+        async def load() -> None:
+            for one in infers.values():  # one after the other, so that each finds free what the others have left
+                await one.ready()
+
+        loading = asyncio.create_task(load())
         async for _ in follow_task(loading, infer.stopping):
             yield Progress(0, note="loading the model", setup=True)
         if loading.cancelled():
             return
-        own = self.options
+        loading.result()
+        own, names = self.options, [name for name in specs if name]
         pump = Pump(
-            infer,
+            infers,
             source,
             target,
-            PromptRowReader(self.defaults()),
+            PromptRowReader(self.defaults(), models=names),
             Namer(settings),
             LineWriter(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
             ordered=self.ordered,
@@ -308,6 +333,7 @@ class Generate(Workload):
         `Backend.arithmetic`.
         """
         own, sampling = self.options, msgspec.to_builtins(self.sampling)
+        fingerprints = {name: model_fingerprint(spec) for name, spec in self.specs().items()}
         del sampling["keyed"]  # no flag sets it: outputs that began before there was one can go on
         return {
             **sampling,
@@ -316,7 +342,7 @@ class Generate(Workload):
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
             "computes_in": arithmetic(self.setup, backend_arithmetic),
-            "model": model_fingerprint(self.model()),
+            "model": fingerprints.get("", fingerprints),
             **({"adapters": [list(one) for one in adapter_digests(self.adapters).items()]} if self.adapters else {}),
         }
 
