@@ -4,6 +4,7 @@ their name when they are missed. Several names for one model. What was left of e
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -178,6 +179,17 @@ def test_a_by_product_is_left_out_and_the_log_names_its_extra(monkeypatch, caplo
     assert {path.name for path in tmp_path.iterdir()} == {"training", "loop.json", "loop.md", "loop.html"}
     assert not (tmp_path / "training" / "loss.svg").exists()
     assert [one.getMessage().endswith("pip install 'gpuinfer[plots]'") for one in caplog.records] == [True, True]
+
+
+@pytest.mark.parametrize("name", extras.EXTRAS)
+def test_an_extra_whose_packages_are_installed_is_not_missed(name):
+    """The modules looked for are those that its packages bring."""
+    for text in PROJECT["optional-dependencies"][name]:
+        try:
+            importlib.metadata.version(Requirement(text).name)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{text} is not installed here")
+    assert extras.missing_modules(name) == []
 
 
 def test_doctor_lists_the_extras_with_their_state(monkeypatch):
