@@ -40,6 +40,7 @@ BESIDE_TORCH = {"filelock", "fsspec", "networkx", "numpy", "setuptools", "sympy"
 OF_THE_MACHINE = {"numba", "llvmlite"}
 NOT_LOADED = {"huggingface-hub"}  # tokenizers names it, and has no need of it here
 OF_TESTS = ("pytest", "pytest-timeout", "hypothesis")
+EXTRAS = ("nvml", "plots", "plugins", "schemas", "serve")  # that the GPU tests and benchmarks use
 THERE = {**default_environment(), "python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
 
 
@@ -216,9 +217,10 @@ def test_what_a_command_leaves_counts_however_it_ends_and_the_table_says_what_is
 def needed() -> dict[str, Requirement]:
     """All that gpuinfer and these tests load, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    more = [*project["optional-dependencies"]["dev"], *project["optional-dependencies"]["nvml"]]
+    optional = project["optional-dependencies"]
     own = [Requirement(line) for line in project["dependencies"]]
-    own += [one for one in map(Requirement, more) if one.name in (*OF_TESTS, "nvidia-ml-py")]
+    own += [Requirement(line) for extra in EXTRAS for line in optional[extra]]
+    own += [one for one in map(Requirement, optional["dev"]) if one.name in OF_TESTS]
     found: dict[str, Requirement] = {}
     without = BESIDE_TORCH | OF_THE_MACHINE | NOT_LOADED
     pending = [(one, True) for one in own]
