@@ -27,7 +27,9 @@ EXTRAS: Mapping[str, Extra] = {
     "mlflow": Extra(("mlflow",), "--track mlflow"),
     "nvml": Extra(("pynvml",), "use and memory of NVIDIA devices, other programs on them"),
     "onnx": Extra(("onnx", "onnxscript", "onnxruntime"), "gpuinfer export: networks as ONNX"),
-    "otel": Extra(("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"), "--otlp-endpoint: OpenTelemetry"),
+    "otel": Extra(
+        ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"), "--otlp-endpoint: OpenTelemetry"
+    ),
     "parquet": Extra(("pyarrow",), "prompts, answers, positions and rollouts as Parquet"),
     "plots": Extra(("matplotlib",), "plots of bench, simulate, train and loop"),
     "plugins": Extra(("packaging",), "plugins of other packages: gpuinfer plugins install"),
