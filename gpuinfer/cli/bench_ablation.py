@@ -43,7 +43,7 @@ def execute(values: Values, own: Values, folder: Path | None) -> dict[str, Any]:
     from gpuinfer.lab.bench.series import SeriesPlan
 
     given = {key: value for key, value in values.items() if value is not None and value != [] and value != 0}
-    more = {key: own[key] for key in (*NOT_HERE, "compare", "python") if own[key]}
+    more = {key: own[key] for key in (*NOT_HERE, "compare", "python", "fail_under") if own[key]}
     for key in {**given, **more}:
         if key not in (*TAKEN, *COMMON, "backend_options"):
             raise UsageError(f"{flags.flag(key)} is no part of --ablate, which compares our own parts. Leave it out.")
@@ -82,7 +82,8 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
         raise UsageError("--ablate compares at one batch size. Give one: --batch-sizes 8.")
     spec, common = named_model(given), merged.common
     checkpoint = open_checkpoint(spec, options.get("decoder"))
-    if checkpoint.shape.masking is not None:
+    shape = checkpoint.shape
+    if shape.masking is not None:
         raise UsageError(
             "--ablate is for models that generate from left to right. Compare settings of this one instead."
         )
@@ -91,15 +92,15 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
     prompts = drawn_or_given(
         own["prompts"] or given.get("input"),
         checkpoint,
-        ablation.drawn_prompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, common.seed),
+        ablation.drawn_prompts(shape.vocabulary, shape.end_tokens, common.seed, shape.positions - new_tokens),
         2 * sequences * repeats,
     )
-    refuse_long_prompts(prompts.longest, new_tokens, checkpoint.shape.positions, spec.name)
+    refuse_long_prompts(prompts.longest, new_tokens, shape.positions, spec.name)
     device, dtype = resolve_device(common.devices[0]), resolve_dtype(common.dtype)
     facts = ablation.Facts(
         device=device.type,
         cores=machine.cores(),
-        kernels=device.type == "cuda" or own_kernels(checkpoint.shape, dtype, device, options.get("compile", False)),
+        kernels=device.type == "cuda" or own_kernels(shape, dtype, device, options.get("compile", False)),
         dtype=common.dtype,
         options=options,
         batch_size=sizes[0],

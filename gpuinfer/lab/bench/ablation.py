@@ -234,9 +234,11 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(found)
 
 
-def drawn_prompts(vocabulary: int, end_tokens: tuple[int, ...], seed: int) -> DrawnPrompts:
-    """Random tokens, new in every run, of which all of a run begin alike."""
-    return DrawnPrompts(vocabulary, end_tokens, seed, PROMPT_TOKENS, PROMPT_TOKENS, ALIKE)
+def drawn_prompts(vocabulary: int, end_tokens: tuple[int, ...], seed: int, room: int) -> DrawnPrompts:
+    """Random tokens, `room` at most, new in every run, of which all of a run begin alike."""
+    tokens = max(1, min(PROMPT_TOKENS, room))
+    alike = ALIKE * tokens // PROMPT_TOKENS
+    return DrawnPrompts(vocabulary, end_tokens, seed, tokens, tokens, alike)
 
 
 def alike(prompts: Prompts, sequences: int) -> int:
