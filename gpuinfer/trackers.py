@@ -1,4 +1,4 @@
-"""Where a run's figures can be tracked (`--track`): TensorBoard, Weights & Biases, MLflow.
+"""Where a run's figures can be tracked (`--track`): TensorBoard, Weights & Biases, MLflow, OpenTelemetry.
 
 A tracker lives in a process of its own (`runtime/tracking.py`), so that no run waits for one, and none can harm a run.
 Another one is a class here, with its name in `TRACKERS`.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import otlp
 from gpuinfer.host.extras import require_extra
 
 NOTHING = "none"  # a target: nothing is tracked, whatever the environment or a file says
@@ -206,5 +207,64 @@ class MLflow(Tracker):
         return self._no_name.sub("_", name)
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
-USUAL = {"tensorboard": "tensorboard=runs", "wandb": "wandb=PROJECT", "mlflow": "mlflow=EXPERIMENT"}
+class OpenTelemetry(Tracker):
+    """Gauges at an OpenTelemetry collector, over OTLP (HTTP with protobuf), and log records with the settings and the
+    result. `target`: its address; without one that of OpenTelemetry's own variables, or http://localhost:4318.
+    """
+
+    def check(self) -> None:
+        self._urls()
+
+    def _urls(self) -> Mapping[otlp.Signal, str | None]:
+        nearest: Mapping[otlp.Signal, str | None] = {"metrics": None, "logs": None}
+        return otlp.destinations("--track otel", self.target or None, ("metrics", "logs")) or nearest
+
+    def start(self, run: str, settings: Mapping[str, Any]) -> str:
+        from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk._logs import LoggerProvider
+        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        urls, resource = self._urls(), otlp.resource({"gpuinfer.run": run})
+        readers = [PeriodicExportingMetricReader(OTLPMetricExporter(urls["metrics"]))] if "metrics" in urls else []
+        self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
+        self._logs = LoggerProvider(resource, shutdown_on_exit=False)
+        if "logs" in urls:
+            self._logs.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter(urls["logs"])))
+        self._meter, self._gauges = self._meters.get_meter("gpuinfer.runs"), dict[str, Any]()
+        self._record(f"{run}: started", flat(settings))
+        return f"gpuinfer.run {run} at {self.target or 'the collector of the OTEL_ variables'}"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in {**figures, "step": float(step)}.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._meter.create_gauge(f"gpuinfer.{name.replace('/', '.')}")
+            self._gauges[name].set(value)
+
+    def finish(self, status: str, summary: Summary) -> None:
+        self._record(f"{status}: {summary.get('why', '')}".rstrip(": "), {"status": status, **summary})
+        self._meters.shutdown()
+        self._logs.shutdown()
+
+    def _record(self, body: str, facts: Mapping[str, Any]) -> None:
+        from opentelemetry._logs import LogRecord, SeverityNumber
+
+        attributes = {f"gpuinfer.{name}": value for name, value in facts.items()}
+        known = {"severity_text": "INFO", "severity_number": SeverityNumber.INFO, "timestamp": time.time_ns()}
+        self._logs.get_logger("gpuinfer.runs").emit(LogRecord(body=body, attributes=attributes, **known))
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+    "otel": OpenTelemetry,
+}
+USUAL = {
+    "tensorboard": "tensorboard=runs",
+    "wandb": "wandb=PROJECT",
+    "mlflow": "mlflow=EXPERIMENT",
+    "otel": "otel=http://host:4318",
+}

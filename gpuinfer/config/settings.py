@@ -68,7 +68,7 @@ class Common(BaseModel):
     track: list[str] = Field(
         [],
         json_schema_extra={"repeatable": True},
-        description="write the figures while the run goes: tensorboard=DIR, wandb=PROJECT or mlflow=EXPERIMENT",
+        description="write the figures while the run goes: tensorboard=DIR, wandb=PROJECT, mlflow=EXPERIMENT, otel=URL",
     )
     live: bool | None = Field(None, description="a live view, or plain lines; none: live on a terminal")
     quiet: bool = Field(False, description="no progress: only the result, and errors")

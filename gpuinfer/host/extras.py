@@ -28,7 +28,7 @@ EXTRAS: Mapping[str, Extra] = {
     "nvml": Extra(("pynvml",), "use and memory of NVIDIA devices, other programs on them"),
     "onnx": Extra(("onnx", "onnxscript", "onnxruntime"), "gpuinfer export: networks as ONNX"),
     "otel": Extra(
-        ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"), "--otlp-endpoint: OpenTelemetry"
+        ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"), "--otlp-endpoint, --track otel"
     ),
     "parquet": Extra(("pyarrow",), "prompts, answers, positions and rollouts as Parquet"),
     "plots": Extra(("matplotlib",), "plots of bench, simulate, train and loop"),

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 from fleet.fleet_programs import ADMIN_KEY, Program, fleet
 from fleet.fleet_programs import until as until_in_time
+from forking import Forked, own_environment
 from otlp_receiver import Received, plain, receiving
 from prometheus_client.parser import text_string_to_metric_families
 from router.run_router import Answering, Resumable, Upstream, routing, saying, until
@@ -32,6 +35,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASKED = {"model": "tiny", "prompt": "Hello", "max_tokens": 4}
 SERVER, CLIENT = 2, 3  # kinds of spans
 ERROR = 2  # a span's status
+LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +152,25 @@ def test_opentelemetrys_own_variables_say_what_is_exported(monkeypatch, flag, va
     if found:
         with pytest.raises(UsageError, match="Give http://host:4318"):
             otlp.destinations("--otlp-endpoint", None)
+
+
+def test_a_run_has_its_figures_settings_and_result_at_the_collector(tmp_path):
+    words = ["rollouts", "--env", "arithmetic", "--model", "tiny", "--groups", "2", "--samples-per-group", "2"]
+    words += ["--max-new-tokens", "4", "--quiet", "--no-roofline", "-B", "threads=1"]
+    with receiving() as received:
+        command = ["gpuinfer", *words, "--track", f"otel={received.url}"]
+        run = Forked(command, tmp_path, own_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        said, _ = run.communicate(timeout=LIMIT_S)
+        assert run.returncode == 0, said
+    (about, _), *_ = received.metrics
+    assert about["gpuinfer.run"].startswith("rollouts-")
+    found = {name: metric.gauge.data_points[-1].as_double for name, metric in received.latest().items()}
+    assert found["gpuinfer.step"] == 2
+    assert 0 <= found["gpuinfer.rollouts.reward"] <= 1
+    assert found["gpuinfer.throughput.output_tokens_per_s"] > 0
+    started, ended = (plain(record.attributes) for _, record in received.logs)
+    assert started["gpuinfer.rollouts.env"] == "arithmetic"
+    assert (ended["gpuinfer.status"], "gpuinfer.why" in ended) == ("done", True)
 
 
 # One trace through the router
@@ -308,3 +331,63 @@ async def said_by(it: Program, asked: dict[str, Any]) -> str:
         events = b"".join([part async for part in response]).decode().splitlines()
     told = [line.removeprefix("data: ") for line in events if line.startswith("data: {")]
     return "".join(choice["text"] for one in told for choice in json.loads(one)["choices"])
+
+
+# The experiments that were left open
+
+
+@pytest.fixture(scope="module")
+def experiments() -> Iterator[Any]:
+    """`benchmarks/rollouts_experiments.py`, whose folder is on the path meanwhile: the environment is found there."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("rollouts_experiments")
+    finally:
+        sys.path.remove(folder)
+
+
+PAGE = (Path(__file__).parents[2] / "docs/experiments.md").read_text()
+
+
+def test_the_published_tokens_of_a_game_by_phase_are_those_of_the_recorded_games(experiments, tmp_path):
+    written = experiments.tokens_table(tmp_path, experiments.SHAPES)
+    assert written.partition("\n\n")[0] in PAGE
+    assert (tmp_path / "rollouts-tokens.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_more_engines_give_as_much_more_until_games_wait_for_their_slowest_power(experiments):
+    few = {"groups": 4, "groups_in_flight": 2}
+    one, eight = (experiments.play(experiments.SHAPES, count, **few).tokens_per_s for count in (1, 8))
+    two = experiments.play(experiments.SHAPES, 2, groups=6).tokens_per_s
+    assert two / one == pytest.approx(2, rel=0.1)
+    assert 3 < eight / one < 5, "12 games do not fill eight engines"
+
+
+def test_a_deeper_buffer_ends_the_trainers_wait_where_engines_have_room_as_the_formula_says(experiments):
+    rollout_s = experiments.play(experiments.SHAPES, 8, groups=2, groups_in_flight=1).group_s
+    train_s = rollout_s / 2.5
+    ways = {"groups": 10, "groups_in_flight": 6, "batch_groups": 1, "trainer_seconds": train_s}
+    shallow, deep = (experiments.play(experiments.SHAPES, 8, buffer_depth=depth, **ways) for depth in (1, 4))
+    assert shallow.step_s == pytest.approx(experiments.expected_step_s(rollout_s, train_s, 1), rel=0.2)
+    assert deep.waited < 0.05 < 0.3 < shallow.waited
+    assert shallow.staleness < deep.staleness
+
+
+@pytest.mark.thorough
+def test_all_published_tables_of_the_virtual_clock_come_out_again_to_the_last_digit(experiments, tmp_path):
+    for written in (
+        experiments.scaling(tmp_path, "engines", experiments.engines_experiment(experiments.SHAPES), "tokens/s"),
+        experiments.buffer_table(tmp_path, experiments.buffer_experiment(experiments.SHAPES)),
+        experiments.reference_table(tmp_path, experiments.reference_experiment(experiments.SHAPES)),
+    ):
+        for line in written.splitlines()[2:]:
+            assert line in PAGE
+
+
+def test_a_full_engine_is_named_as_what_keeps_the_trainer_whatever_the_depth(experiments):
+    ways = {"groups": 8, "groups_in_flight": 6, "batch_groups": 1, "trainer_seconds": 4.0, "buffer_depth": 4}
+    played = experiments.play(experiments.SHAPES, 1, **ways)
+    named = [step.verdict["kind"] for step in played.settled()]
+    assert named
+    assert {*named} == {"engine saturated"}
