@@ -252,8 +252,14 @@ class OpenTelemetry(Tracker):
         from opentelemetry._logs import LogRecord, SeverityNumber
 
         attributes = {f"gpuinfer.{name}": value for name, value in facts.items()}
-        known = {"severity_text": "INFO", "severity_number": SeverityNumber.INFO, "timestamp": time.time_ns()}
-        self._logs.get_logger("gpuinfer.runs").emit(LogRecord(body=body, attributes=attributes, **known))
+        record = LogRecord(
+            timestamp=time.time_ns(),
+            severity_text="INFO",
+            severity_number=SeverityNumber.INFO,
+            body=body,
+            attributes=attributes,
+        )
+        self._logs.get_logger("gpuinfer.runs").emit(record)
 
 
 TRACKERS: Mapping[str, type[Tracker]] = {
