@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -158,6 +159,7 @@ BUILT_IN: Mapping[str, type[RoutingPolicy]] = {
     "random": Random,
 }
 LONGEST_WHY = 100
+FITS = re.compile(rf"[ -:<-~]{{0,{LONGEST_WHY}}}")  # into a header whose parts are set apart by semicolons
 KIND = "routing"
 
 
@@ -187,6 +189,9 @@ def make_policy(name: str, seed: int, **given: Any) -> RoutingPolicy:
     return blame.make(policy_class(name), Setup(seed=seed), given)
 
 
+L = TypeVar("L", bound=ReplicaLoad)
+
+
 class PolicyGuard:
     """Asks a policy. Where that raises, or answers what is no choice, the least loaded replica is taken."""
 
@@ -194,29 +199,36 @@ class PolicyGuard:
         """`on_fault` is called with each fault: whose it is, what was wrong, and the cure."""
         self.policy, self._on_fault = policy, on_fault
         self._fallback = LeastLoaded(policy.setup)
+        self._reasons: set[str] = set()  # that have been looked at, and fit a header
 
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
-        """One of `loads`, which are never empty."""
+    def choose(self, loads: Sequence[L], asking: RoutedRequest) -> tuple[L, str]:
+        """One of `loads`, which are never empty, and why."""
         try:
             choice = self.policy.choose(loads, asking)
-            wrong = _fault_of(choice, loads)
+            if type(choice) is RoutingChoice and choice[0] in loads and choice[1] in self._reasons:
+                return choice  # type: ignore[return-value]
+            wrong = self._fault_of(choice, loads)
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
             fault = blame.raised_by(self.policy, "choose", error)
         else:
             if wrong is None:
-                return choice
+                return choice  # type: ignore[return-value]
             fault = blame.failure(self.policy, f"choose returned {repr(choice)[:80]}, and {wrong}")
         self._on_fault(f"{fault} The least loaded replica is taken in its place.")
-        load, why = self._fallback.choose(loads, asking)
-        return RoutingChoice(load, f"fallback {why}")
+        found: Any = self._fallback.choose(loads, asking)
+        return found.load, f"fallback {found.why}"
 
-
-def _fault_of(choice: RoutingChoice, loads: Sequence[ReplicaLoad]) -> str | None:
-    if not isinstance(choice, RoutingChoice):
-        return "that is no RoutingChoice"
-    load, why = choice
-    if load not in loads:
-        return "that is none of the replicas"
-    if type(why) is str and why.isascii() and why.isprintable() and len(why) <= LONGEST_WHY and ";" not in why:
+    def _fault_of(self, choice: Any, loads: Sequence[ReplicaLoad]) -> str | None:
+        if not isinstance(choice, RoutingChoice):
+            return "that is no RoutingChoice"
+        load, why = choice
+        if load not in loads:
+            return "that is none of the replicas"
+        if not (
+            type(why) is str and why.isascii() and why.isprintable() and len(why) <= LONGEST_WHY and ";" not in why
+        ):
+            return f"its reason is no line of at most {LONGEST_WHY} ASCII characters without semicolons"
+        if len(self._reasons) >= MOST_KEPT:
+            self._reasons.clear()
+        self._reasons.add(why)
         return None
-    return f"its reason is no line of at most {LONGEST_WHY} ASCII characters without semicolons"

@@ -14,7 +14,7 @@ from gpuinfer.fleet.router.connection_pool import ConnectionPool, ReplicaConnect
 from gpuinfer.fleet.router.event_stream import RelayedEvents
 from gpuinfer.fleet.router.http_message import RequestHead, ResponseHead, without_headers
 from gpuinfer.fleet.router.replica_table import RoutedReplica
-from gpuinfer.fleet.router.request_queue import QueueKey
+from gpuinfer.fleet.router.request_queue import QueueTicket
 from gpuinfer.fleet.router.shared_counters import ProcessCell
 from gpuinfer.http.access import RequestRefusal
 from gpuinfer.http.http_exchange import chunk_bytes, error_bytes, error_type_of, last_chunk
@@ -59,7 +59,6 @@ class ProxiedRequest:
         "body",
         "client",
         "connection",
-        "deadline",
         "error_body",
         "extra",
         "head",
@@ -69,16 +68,13 @@ class ProxiedRequest:
         "method",
         "paused",
         "probes",
-        "queue_key",
-        "queued",
-        "queued_at",
         "queued_us",
         "reason",
         "replica",
         "request_id",
         "retried",
         "started",
-        "stranded_at",
+        "ticket",
         "trace",
         "tried",
         "used",
@@ -114,11 +110,7 @@ class ProxiedRequest:
         self.trace: RequestTrace | None = None  # where requests are traced
         self.connection: ReplicaConnection | None = None
         self.waits = False  # for a connection
-        self.queued = False  # it waits for a replica
-        self.queue_key: QueueKey | None = None  # its place there, once it has waited
-        self.queued_at = 0.0
-        self.stranded_at = 0.0  # since when no replica is up that could take it; 0: one is
-        self.deadline = math.inf  # on the relay's clock, once it has waited
+        self.ticket: QueueTicket | None = None  # of the queue for replicas, once it has waited there
         self._mode = _WAITING
         self._sent = False  # whether the client has been sent any of an answer
         self._reused = self._close = False
@@ -132,14 +124,16 @@ class ProxiedRequest:
     # To a replica
 
     def urgency(self) -> tuple[Priority, float]:
-        """Class and deadline, by its headers. What a replica will refuse in them counts as not being there."""
-        headers = self.head.headers
+        """Class, and deadline on the relay's clock, by its headers. What a replica will refuse in them counts as not
+        being there.
+        """
+        headers, deadline = self.head.headers, math.inf
         priority = CLASSES.get(headers.get("x-gpuinfer-priority", ""), Priority.NORMAL)
         if (text := headers.get("x-gpuinfer-timeout")) is not None:
             with contextlib.suppress(ValueError):
                 if (timeout_s := float(text)) > 0:
-                    self.deadline = self.started + timeout_s
-        return priority, self.deadline
+                    deadline = self.started + timeout_s
+        return priority, deadline
 
     def start(self, pool: ConnectionPool) -> None:
         """Send the request over a connection of this pool, at once or when one is free."""
@@ -159,8 +153,8 @@ class ProxiedRequest:
             connection.pause()
         head, body = self.head, self.body
         lines = head.lines if self.trace is None else self.trace.lines()
-        if self.deadline < math.inf:  # the replica counts anew, and part of the time is over
-            left_s = max(LEAST_S, self.deadline - self._sent_at)
+        if self.ticket is not None and self.ticket.deadline < math.inf:  # a replica counts anew; part of it is over
+            left_s = max(LEAST_S, self.ticket.deadline - self._sent_at)
             lines = b"%b\r\nX-Gpuinfer-Timeout: %.3f" % (without_headers(lines, {b"x-gpuinfer-timeout"}), left_s)
         where = self._more if self.replica is None else self.replica.lines
         mine = b"%b%b\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (
@@ -414,7 +408,7 @@ class ProxiedRequest:
 
     def time_out(self) -> None:
         """No byte of an answer has come for too long."""
-        if self.queued:
+        if self.ticket is not None and self.ticket.queued:
             waited = f"no replica had room for this request within {self._relay.config.timeout_s:g} s."
             self.give_up(503, f"{waited} Ask again later, or have more replicas.", retry_s=RETRY_S)
             return

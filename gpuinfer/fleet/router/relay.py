@@ -19,7 +19,7 @@ from gpuinfer.fleet.router.http_message import affinity_of
 from gpuinfer.fleet.router.protocol import RouterConfig
 from gpuinfer.fleet.router.proxied_request import ProxiedRequest
 from gpuinfer.fleet.router.replica_table import HALF_OPEN, ReplicaTable, RoutedReplica
-from gpuinfer.fleet.router.request_queue import RequestQueue, back_in_front
+from gpuinfer.fleet.router.request_queue import QueueTicket, RequestQueue, back_in_front
 from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell, SharedCounters
 from gpuinfer.fleet.routing_policies import PolicyGuard, make_policy
 from gpuinfer.http.network import DisconnectWatcher
@@ -136,8 +136,8 @@ class Relay:
     def over(self, request: ProxiedRequest) -> None:
         """A request is over, whatever its outcome."""
         self.active -= 1
-        if request.queued:
-            self._take_out(request)
+        if (ticket := request.ticket) is not None and ticket.queued:
+            self._take_out(ticket)
         self._leave(request)
 
     def _leave(self, request: ProxiedRequest) -> None:
@@ -151,7 +151,7 @@ class Relay:
         if breaker.state == HALF_OPEN and request.probes and breaker.probing:
             breaker.probing = False  # the one request of a half-open breaker has ended without an answer
             self.members.changed(replica)
-        if self._queue:
+        if self._queue.keys:
             self._wake()
 
     # Which replica
@@ -175,7 +175,7 @@ class Relay:
             return
         bounded = self._bounded and request.method == b"POST"  # others are questions about the models
         if bounded:
-            loads = () if self._global and self._queue else self._with_room(loads)
+            loads = () if self._global and self._queue.keys else self._with_room(loads)
         if not loads or not self._send_to(request, loads, bounded):
             self._wait(request)
 
@@ -191,19 +191,16 @@ class Relay:
             for one in loads:
                 one.count_others()
         asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._needs_affinity else ANY
-        while True:
-            replica, reason = self._policy.choose(loads, asking)
-            assert isinstance(replica, RoutedReplica)
-            if not (bounded and self._shared):
-                replica.enter()
-                break
-            if replica.enter_within_room():
-                break
-            if not (loads := [one for one in loads if one is not replica]):
-                return False
+        replica, reason = self._policy.choose(loads, asking)
+        if bounded and self._shared:
+            while not replica.enter_within_room():
+                if not (loads := [one for one in loads if one is not replica]):
+                    return False
+                replica, reason = self._policy.choose(loads, asking)
+        else:
+            replica.enter()
         request.replica, request.reason = replica, reason
         request.attempt += 1
-        request.stranded_at = 0.0
         request.probes = replica.breaker.state == HALF_OPEN
         if request.probes:
             replica.breaker.probing = True
@@ -224,17 +221,20 @@ class Relay:
 
     def _wait(self, request: ProxiedRequest) -> None:
         """Let a request wait in the queue, or refuse it. One that a replica has had waits in front."""
-        queue, had = self._queue, request.attempt > 0 or request.member is not None
-        full = self.members.usable and not self._global and not had  # no queue: what finds no room is refused
-        if request.queue_key is None:
-            request.queue_key = queue.place(*request.urgency())
+        queue, ticket = self._queue, request.ticket
+        had = request.attempt > 0 or request.member is not None
+        if ticket is None:
+            priority, deadline = request.urgency()
+            request.ticket = ticket = QueueTicket(queue.place(priority, deadline), deadline)
         if had:
-            request.queue_key = back_in_front(request.queue_key)
-        turned_away = request if full else queue.push(request, request.queue_key)
+            ticket.key = back_in_front(ticket.key)
+        full = self.members.usable and not self._global and not had  # no queue: what finds no room is refused
+        turned_away = request if full else queue.push(request, ticket.key)
         if turned_away is not request:
-            request.queued, request.queued_at = True, self.clock()
+            ticket.queued, ticket.since, ticket.stranded_at = True, self.clock(), 0.0
         if turned_away is not None:
-            turned_away.queued = False
+            if turned_away.ticket is not None:
+                turned_away.ticket.queued = False
             if self.members.usable:
                 self.count(ProcessCell.QUEUE_FULL)
                 turned_away.give_up(429, QUEUE_FULL, self._retry_s(), "QueueFull")
@@ -251,11 +251,11 @@ class Relay:
         rate = self._sent_rate
         return max(1, min(LONGEST_RETRY_S, math.ceil(len(self._queue) / rate))) if rate > 0 else 1
 
-    def _take_out(self, request: ProxiedRequest) -> None:
-        if request.queue_key is not None:
-            self._queue.remove(request.queue_key)
-        request.queued = False
+    def _take_out(self, ticket: QueueTicket) -> ProxiedRequest:
+        request = self._queue.remove(ticket.key)
+        ticket.queued = False
         self._show_queue()
+        return request
 
     def _show_queue(self) -> None:
         self._cells[self._totals + ProcessCell.QUEUED] = len(self._queue)
@@ -271,13 +271,15 @@ class Relay:
         self._woken = False
         while self._queue:
             request, usable = self._queue.first(), self.members.usable
-            if request.deadline <= (now := self.clock()):
+            ticket = request.ticket
+            assert ticket is not None
+            if ticket.deadline <= (now := self.clock()):
                 self._expire(request)
                 continue
             loads = self._with_room(usable) if self._bounded else usable
             if not loads:
                 return
-            self._take_out(request)
+            self._take_out(ticket)
             # those that it has been at count again when there are no others
             request.tried = () if all(one.member in request.tried for one in loads) else request.tried
             loads = [one for one in loads if one.member not in request.tried]
@@ -286,7 +288,7 @@ class Relay:
                 return
             self._sent_now += 1
             self.count(ProcessCell.QUEUE_TAKEN)
-            self.count(ProcessCell.QUEUE_WAIT_US, int(1e6 * (now - request.queued_at)))
+            self.count(ProcessCell.QUEUE_WAIT_US, int(1e6 * (now - ticket.since)))
 
     def _expire(self, request: ProxiedRequest) -> None:
         self.count(ProcessCell.QUEUE_EXPIRED)
@@ -300,13 +302,15 @@ class Relay:
             return
         stranded = not self.members.usable
         for request in self._queue:
-            if request.deadline <= now:
+            if (ticket := request.ticket) is None:
+                continue
+            if ticket.deadline <= now:
                 self._expire(request)
             elif not stranded:
-                request.stranded_at = 0.0
-            elif not request.stranded_at:
-                request.stranded_at = now
-            elif self.closing or not self.members.any_expected() or now - request.stranded_at >= self.config.wait_s:
+                ticket.stranded_at = 0.0
+            elif not ticket.stranded_at:
+                ticket.stranded_at = now
+            elif self.closing or not self.members.any_expected() or now - ticket.stranded_at >= self.config.wait_s:
                 self._refuse_unrouted(request)
         self._wake()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
@@ -25,6 +26,17 @@ class QueueKey(NamedTuple):
     number: int  # in the order of arrival
 
 
+@dataclass(slots=True)
+class QueueTicket:
+    """The wait of one request, from its first on. Times are in seconds on the caller's clock."""
+
+    key: QueueKey
+    deadline: float = math.inf
+    queued: bool = False  # it waits now
+    since: float = 0.0  # when it last came into the queue
+    stranded_at: float = 0.0  # since when nothing is there that could take it; 0: something is
+
+
 class RequestQueue(Generic[T]):
     """At most `limit` requests that no replica has had. Those that come back from one are always let in, at the front.
 
@@ -33,16 +45,16 @@ class RequestQueue(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._keys: list[QueueKey] = []  # sorted
+        self.keys: list[QueueKey] = []  # sorted; read-only for others
         self._items: dict[QueueKey, T] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def __iter__(self) -> Iterator[T]:
         """All of them, the first to be sent first, as they are now."""
-        return iter([self._items[key] for key in self._keys])
+        return iter([self._items[key] for key in self.keys])
 
     def place(self, priority: int = Priority.NORMAL, deadline: float = math.inf) -> QueueKey:
         """Where a request that arrives now belongs."""
@@ -53,24 +65,24 @@ class RequestQueue(Generic[T]):
         which may be this one; None: there was room.
         """
         turned_away: T | None = None
-        if key.fresh and len(self._keys) >= self._limit:
-            last = self._keys[-1]
+        if key.fresh and len(self.keys) >= self._limit:
+            last = self.keys[-1]
             if key > last:
                 return item
             if last.fresh:
                 turned_away = self.remove(last)
-        insort(self._keys, key)
+        insort(self.keys, key)
         self._items[key] = item
         return turned_away
 
     def first(self) -> T:
         """The next to be sent. Only when there is one."""
-        return self._items[self._keys[0]]
+        return self._items[self.keys[0]]
 
     def remove(self, key: QueueKey) -> T:
         """Take one out: it is sent, or its client is gone."""
-        at = bisect_left(self._keys, key)
-        del self._keys[at]
+        at = bisect_left(self.keys, key)
+        del self.keys[at]
         return self._items.pop(key)
 
 

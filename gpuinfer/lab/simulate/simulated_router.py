@@ -122,7 +122,7 @@ class SimulatedRouter:
         if self._keyed and ask.client not in self._affinities:
             self._affinities[ask.client] = str(ask.client).encode()
         asking = RoutedRequest(ask.rows, self._affinities[ask.client] if self._keyed else None)
-        replica = self._replicas[self._policy.choose(loads, asking).load.member]
+        replica = self._replicas[self._policy.choose(loads, asking)[0].member]
         if self._bounded:
             self.waited.add(now - ask.at)
         replica.arrive(ask, now)
