@@ -167,10 +167,9 @@ def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _metavar(field: FieldInfo, allowed: list[str]) -> str:
-    if allowed:
-        return "|".join(allowed)
     names = {int: "N", float: "X", Path: "PATH"}
-    return next((name for kind, name in names.items() if options.accepts(field.annotation, kind)), "TEXT")
+    other = [name for kind, name in names.items() if options.accepts(field.annotation, kind)][:1]
+    return "|".join([*allowed, *other]) or "TEXT"
 
 
 def words(name: str, short: str, metavar: str, text: str) -> inspect.Parameter:

@@ -74,6 +74,10 @@ def status(
         healthy = sum(bool(worker.get("healthy")) for worker in workers)
         title = f"{url} · {healthy} of {len(workers)} workers take requests"
         notes = [("just now", ", ".join(rates))] if rates else []
+        queue = statistics.get("queue", {})
+        if queue.get("kind") == "global":
+            waited = f", after {queue['mean_wait_s']:.3g} s on average" if queue.get("taken") else ""
+            notes.append(("queue", f"{queue['waiting']:,} wait in the router; {queue['taken']:,} were sent{waited}"))
         notes += [(f"worker {one['index']}", str(one["last_event"])) for one in workers if one.get("last_event")]
         comparison(title, COLUMNS, [_row(worker) for worker in workers], notes)
     destination.write(statistics)

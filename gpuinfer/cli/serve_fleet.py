@@ -63,8 +63,9 @@ class ServeFleetOptions(ServeOptions):
     worker_base_port: int | None = Field(
         None, ge=1, le=65_535, description="replica i listens on this port + i [any free one]"
     )
-    worker_api_keys: str | None = Field(
-        None, description="who may ask a replica itself: none: anybody on this machine; or a file of keys [the router]"
+    worker_api_keys: Literal["none"] | Path | None = Field(
+        None,
+        description="who may ask a replica itself; none: anybody on this machine; or the keys in a file [the router]",
     )
     health_interval: float = Field(LOOK_S, gt=0, le=3600, description="seconds between two probes of a replica")
     health_timeout: float = Field(
@@ -137,7 +138,7 @@ def plan_of(
         port=own.port,
         worker_port=own.worker_base_port,
         open_workers=open_workers,
-        worker_keys=tuple(read_key_lines(own.worker_api_keys)) if own.worker_api_keys and not open_workers else (),
+        worker_keys=tuple(read_key_lines(own.worker_api_keys)) if isinstance(own.worker_api_keys, Path) else (),
         health=HealthChecks(own.health_interval, own.health_timeout),
         queue=own.queue,
         max_inputs=own.max_inputs,

@@ -26,6 +26,8 @@ from standin_replica import text
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.cli.serve_fleet import ServeFleetOptions, plan_of
+from gpuinfer.config import options
+from gpuinfer.config.options import GivenValue
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet import plan as fleet_plan
@@ -45,9 +47,10 @@ SAID = text("abc", 3, 12)
 def planned(words: str, launcher=None) -> FleetPlan:
     """The plan of `gpuinfer serve --model tiny` with these flags."""
     pairs = iter(shlex.split(words))
-    given = {word.removeprefix("--").replace("-", "_"): next(pairs) for word in pairs}
+    given = {word.removeprefix("--").replace("-", "_"): GivenValue(next(pairs), word) for word in pairs}
     described = ServerSetup(setup=Setup(model=ModelSpec("tiny", kind="text")))
-    return plan_of(ServeFleetOptions(model="tiny", **given), described, launcher or LocalLauncher(), Access())
+    own = ServeFleetOptions(model="tiny", **options.check(ServeFleetOptions, given, "serve"))
+    return plan_of(own, described, launcher or LocalLauncher(), Access())
 
 
 @pytest.fixture
@@ -161,6 +164,7 @@ async def test_replicas_listen_on_ports_in_a_row_and_keep_them_when_they_are_sta
         assert await asked(first + 1) == 200
 
 
+@pytest.mark.thorough
 async def test_workers_let_in_the_keys_of_a_file_and_without_one_the_router_alone(tmp_path):
     first = base_port(1)
     async with fleet(tmp_path, replicas=1, worker_port=first, worker_keys=["of-the-file name=me"]) as it:
@@ -198,6 +202,7 @@ def test_a_clash_of_ports_is_said_with_its_cure(gpuinfer, tmp_path):
 # Health
 
 
+@pytest.mark.thorough
 async def test_a_replica_that_does_not_answer_for_the_health_timeout_is_replaced(tmp_path):
     async with fleet(tmp_path, replicas=1, health={"interval_s": 0.1, "timeout_s": 1.5}) as it:
         workers = await until(lambda: it.whole(1), "the worker is up")
@@ -212,7 +217,7 @@ async def test_a_replica_that_does_not_answer_for_the_health_timeout_is_replaced
 
 
 def test_the_health_flags_take_units_and_fit_one_another(gpuinfer):
-    made = planned("--replicas 2 --health-interval 0.25 --health-timeout 1.5")
+    made = planned("--replicas 2 --health-interval 250ms --health-timeout 1.5s")
     assert (made.health, made.health.late_looks) == (HealthChecks(0.25, 1.5), 6)
     code, _, said = gpuinfer(
         *shlex.split("serve --model tiny --replicas 2 --health-interval 2s --health-timeout 500ms")
@@ -247,6 +252,7 @@ async def test_with_a_global_queue_replicas_that_are_killed_under_load_take_no_r
         assert (await it.json("/health"))["queued"] == 0
 
 
+@pytest.mark.thorough
 async def test_a_high_class_overtakes_what_waits_for_any_replica(tmp_path):
     async with fleet(tmp_path, replicas=2, standin={"answer_s": 0.1, "room": 1}, queue="global") as it:
         await until(lambda: it.whole(2), "two workers up")
@@ -268,6 +274,7 @@ async def test_a_high_class_overtakes_what_waits_for_any_replica(tmp_path):
         assert order.index("high") < len(order) - 1
 
 
+@pytest.mark.thorough
 async def test_a_bound_of_inputs_holds_over_all_router_processes(tmp_path):
     async with fleet(
         tmp_path, replicas=1, standin={"answer_s": 0.05, "limit": 3}, max_inputs=3, router_processes=2

@@ -8,6 +8,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -370,7 +371,7 @@ class Simulation:
 
 def _with_refusals(seen: Snapshot, router: SimulatedRouter) -> Snapshot:
     """The counters of all replicas, with what the router itself has turned away."""
-    errors = {kind: count + router.errors[kind] for kind, count in seen.errors.items()}
+    errors = dict(Counter(seen.errors) + router.errors)
     classes = {name: dict(wire) for name, wire in seen.classes.items()}
     for (name, kind), count in router.classes.items():
         wire = classes.setdefault(name, ClassCount().to_wire())
