@@ -132,6 +132,11 @@ def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend,
 
 def served_plainly(name: str, setup: Setup, merged: settings.Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options that were given for the backend and the strategy, checked as `served` does, to be made later."""
+    if merged.common.fallback is not None:
+        raise UsageError(
+            f"{merged.origin('fallback')}: a fallback is for a run, and {name} serves others. Leave it out: "
+            "with -B restart=true a central server comes back, and --replicas 2 answers while one is gone."
+        )
     backend, strategy = served(name, setup, merged)
     return _given_of(merged, "backends", merged.common.backend, backend), _given_of(
         merged, "strategies", merged.common.strategy, strategy

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,7 +33,7 @@ SCHEMA = "gpuinfer.verify/1"
 ALONE, BATCHED = "alone", "in one batch"  # of the module itself
 POLICY, VALUE = "policy", "value"
 MOST_ROWS = 4096  # of a file or of records
-STRATEGY = "dynamic"
+STRATEGY, FLEET = "dynamic", "fleet"
 
 Outputs = Mapping[str, NDArray[np.float32]]  # by name, each [rows, …]
 
@@ -116,7 +116,9 @@ class RowsVerification:
             self.say(f"through {backend} …")
             began = time.perf_counter()
             try:
-                found = answers_through(backend, self.spec, self.setup, rows, [route.sizes for route in routes])
+                more = {"replicas": self.options.replicas} if backend == FLEET else {}
+                sizes = [route.sizes for route in routes]
+                found = answers_through(backend, self.spec, self.setup, rows, sizes, more)
             except GpuinferError as error:
                 for route in routes:
                     route.status, route.why = "fails", str(error)
@@ -178,7 +180,8 @@ def planned(options: VerifyOptions, rows: int) -> dict[str, list[RowsRoute]]:
             sizes = [size for size in dict.fromkeys((*options.batch_sizes,)) if size <= rows]
             found[name] = [RowsRoute(f"inprocess, {size} a request", name, in_pieces(rows, [size])) for size in sizes]
         else:
-            found[name] = [RowsRoute(name, name, in_pieces(rows, parity.BLOCKS))]
+            called = f"{name} of {options.replicas}" if name == FLEET and options.replicas > 1 else name
+            found[name] = [RowsRoute(called, name, in_pieces(rows, parity.BLOCKS))]
     return found
 
 
@@ -258,15 +261,20 @@ def _output(name: str, found: NDArray[np.float32], right: NDArray[np.float32]) -
 
 
 def answers_through(
-    backend: str, spec: ModelSpec, setup: Setup, rows: NDArray[Any], sizes: Sequence[Sequence[int]]
+    backend: str,
+    spec: ModelSpec,
+    setup: Setup,
+    rows: NDArray[Any],
+    sizes: Sequence[Sequence[int]],
+    options: Mapping[str, Any],
 ) -> list[list[NDArray[np.float32]]]:
-    """The outputs of all rows for each of `sizes`, as a worker process of a run gets them from this backend."""
-    from dataclasses import replace
-
+    """The outputs of all rows for each of `sizes`, as a worker process of a run gets them from this backend, which has
+    these `options`.
+    """
     setup = replace(setup, model=spec)
     asking = RowsAsked(setup, spec, rows, sizes)
     kind, strategy = registry.load("backends", backend), registry.load("strategies", STRATEGY)
-    report = run(asking, kind(setup), strategy(setup), roofline=False)
+    report = run(asking, kind(setup, **options), strategy(setup), roofline=False)
     if report["status"] != "done":
         raise KeyboardInterrupt
     if len(asking.answers) != len(sizes):

@@ -134,6 +134,7 @@ class VerifyOptions(NetworkOptions, UnmaskingOptions):
     through: list[str] = Field(
         ["central", "fleet"], max_length=16, description="of a network of rows: backends that are asked too"
     )
+    replicas: int = Field(1, ge=1, le=64, description="of the fleet that is asked")
     limit: int = Field(32, ge=1, le=100_000, description="prompts or rows that are taken from there, the first ones")
     new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
     batch_sizes: list[int] = Field([1, 3, 64], min_length=1, max_length=16, description="rows at once: 1,3,64")
@@ -203,7 +204,7 @@ class VerifySetup:
 
 
 OF_TEXT = ("checkpoint", "meta", "dcp_path", "base_model", "prompts", "perplexity", "new_tokens", "mask_token_id")
-OF_ROWS = ("rows", "through")
+OF_ROWS = ("rows", "through", "replicas")
 
 
 def check_kind(options: VerifyOptions) -> None:
