@@ -141,6 +141,27 @@ class KServeModel:
         }
         exchange.respond(200, encode(told), headers=plain_headers(asking.id))
 
+    async def statistics(self, exchange: Exchange, asking: RequestContext) -> None:
+        """The work of `GET /v2/models/MODEL/stats`, as far as it is counted here: times are sums in nanoseconds."""
+        self._check_version(exchange)
+        counted = self._service.session.own.snapshot()
+
+        def spent(count: int, seconds: float) -> dict[str, int]:
+            return {"count": count, "ns": round(1e9 * seconds)}
+
+        told = {
+            "name": self._service.name,
+            "version": VERSION,
+            "inference_count": counted.rows,
+            "execution_count": sum(counted.batches.values()),
+            "inference_stats": {
+                "success": spent(counted.requests, counted.latency.get("total", 0.0)),
+                "fail": spent(sum(counted.errors.values()), 0.0),
+                "queue": spent(counted.requests, counted.queue_wait.get("total", 0.0)),
+            },
+        }
+        exchange.respond(200, encode({"model_stats": [told]}), headers=plain_headers(asking.id))
+
     async def ready(self, exchange: Exchange, asking: RequestContext) -> None:
         """The work of `GET /v2/models/MODEL/ready`."""
         self._check_version(exchange)
@@ -296,6 +317,7 @@ def kserve_routes(served: ServedModels) -> list[Route]:
         ("GET", "", lambda one: one.metadata, "The model's inputs and outputs (KServe).", {}),
         ("GET", "/ready", lambda one: one.ready, "Whether the model is ready (KServe).", {}),
         ("GET", "/config", lambda one: one.config, "The model's configuration, as Triton has it.", {}),
+        ("GET", "/stats", lambda one: one.statistics, "What the model has answered, as Triton counts it.", {}),
         (
             "POST",
             "/infer",

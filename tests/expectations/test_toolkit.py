@@ -124,6 +124,7 @@ answer["server"] = client.get_server_metadata()
 answer["model"] = client.get_model_metadata("parts")
 answer["config"] = client.get_model_config("parts")
 answer["index"] = client.get_model_repository_index()
+answer["stats"] = client.get_inference_statistics("parts")
 """,
     )
     assert said["alive"] == [True] * 4 + [False] * 2
@@ -145,6 +146,10 @@ answer["index"] = client.get_model_repository_index()
     }
     assert said["config"]["max_batch_size"] >= 1
     assert {"name": "image", "data_type": "TYPE_UINT8", "dims": [2, 4]} in said["config"]["input"]
+    (stats,) = said["stats"]["model_stats"]
+    assert (stats["name"], stats["version"]) == ("parts", "1")
+    assert stats["inference_count"] >= stats["inference_stats"]["success"]["count"] >= 1
+    assert stats["inference_stats"]["success"]["ns"] > 0
     assert said["index"] == [{"name": "parts", "version": "1", "state": "READY", "reason": ""}]
 
 
