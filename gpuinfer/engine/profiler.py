@@ -32,7 +32,7 @@ from gpuinfer.stats import Lane
 log = logging.getLogger(__name__)
 
 MOST_S = 60.0  # of one profile
-LOOK_S = 0.05  # between two looks whether a profile is to begin or to end
+LOOK_S = 0.05  # between two checks whether a profile is to begin or to end
 NSYS = "NSYS_PROFILING_SESSION_ID"  # set by nsys for what it starts
 SUFFIX = ".trace.json"
 CATEGORY = "station"

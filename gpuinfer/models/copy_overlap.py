@@ -1,7 +1,7 @@
 """How much of the copies between host and CUDA device is hidden behind compute, from events on the lanes' streams.
 
 A batch's copies run while the kernels of other lanes' batches do. Timing each batch would cost small models too much:
-of every `EVERY` batches of a device `WINDOW` in a row are timed, and so are all that run beside them.
+of every `EVERY` batches of a device `WINDOW` in a row are timed, and so are all that run at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Times = Sequence[float]
 
 def hidden_copies(batches: Sequence[Times], edge: int = 0) -> tuple[float, float]:
     """The seconds of all copies, and those of them in which another batch was computed. The copies of the first and
-    last `edge` batches are left out, since what ran beside them may not have been timed.
+    last `edge` batches are left out, since what ran at the same time may not have been timed.
     """
     ordered = sorted(batches, key=lambda marks: marks[0])
     spans: list[list[float]] = []  # in which anything was computed, one behind the other
@@ -124,5 +124,5 @@ class CopyOverlap:
     def read(self) -> dict[str, Any]:
         """For `Backend.device`: `transfers`, of the batches that were timed; nothing before the first of them."""
         with self._lock:
-            told = {"copied_s": self._copied_s, "hidden_s": self._hidden_s, "batches": self._batches}
-        return {"transfers": told} if told["batches"] else {}
+            figures = {"copied_s": self._copied_s, "hidden_s": self._hidden_s, "batches": self._batches}
+        return {"transfers": figures} if figures["batches"] else {}

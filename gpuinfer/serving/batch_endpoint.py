@@ -49,8 +49,8 @@ class InnerExchange(Exchange):
 
     def __init__(self, outer: Exchange, path: str, body: bytes, number: int) -> None:
         headers = {name: value for name, value in outer.headers.items() if name not in NOT_PASSED_ON}
-        if (given := outer.headers.get("x-request-id")) is not None:
-            headers["x-request-id"] = f"{given}.{number}"
+        if (outer_id := outer.headers.get("x-request-id")) is not None:
+            headers["x-request-id"] = f"{outer_id}.{number}"
         head = HttpHead("POST", b"/", outer.minor, headers, len(body), keep=True)
         super().__init__(outer._connection, head, path, outer.peer)
         self.body, self.key, self.answer = body, outer.key, b""
@@ -83,27 +83,33 @@ def batch_route(served: ServedModels, routes: Sequence[Route]) -> Route:
         for kind in USED:
             if kind in inner.notes:
                 outer.notes[kind] = outer.notes.get(kind, 0) + inner.notes[kind]
-        told = {"status_code": inner.status, "request_id": inner.notes.get("id"), "body": Raw(inner.answer or b"null")}
-        return {"custom_id": one.custom_id, "response": told}
+        response = {
+            "status_code": inner.status,
+            "request_id": inner.notes.get("id"),
+            "body": Raw(inner.answer or b"null"),
+        }
+        return {"custom_id": one.custom_id, "response": response}
 
     listed = ", ".join(handlers)
 
-    async def work(exchange: Exchange, asking: RequestContext) -> None:
+    async def work(exchange: Exchange, context: RequestContext) -> None:
         try:
-            asked = await served.services[0].decoded(_decode, exchange.body)
+            batch = await served.services[0].decoded(_decode, exchange.body)
         except (ValueError, RecursionError) as error:
             raise unreadable(error, BatchBody, exchange.body, "request") from error
         exchange.notes.pop("model", None)  # of the first
         exchange.added = [pair for pair in exchange.added if pair[0] != "X-Gpuinfer-Model"]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answered(exchange, *one)) for one in enumerate(asked.requests, 1)]
+            tasks = [group.create_task(answered(exchange, *one)) for one in enumerate(batch.requests, 1)]
         if served.services[0].behind_router and any(kind in exchange.notes for kind in USED):
             counted = " ".join(str(exchange.notes.get(kind, 0)) for kind in USED)
             exchange.added.append(("X-Gpuinfer-Used", counted))
         body = encode({"object": "list", "data": [task.result() for task in tasks]})
-        exchange.respond(200, body, headers=plain_headers(asking.id))
+        exchange.respond(200, body, headers=plain_headers(context.id))
 
     schema = {"type": "object", "required": ["object", "data"]}
-    told = {"200": {"description": "The answers.", "content": {"application/json": {"schema": schema}}}}
+    responses = {"200": {"description": "The answers.", "content": {"application/json": {"schema": schema}}}}
     summary = "Several requests in one, each for the model that it names."
-    return Route("POST", PATH, served.services[0].handler(work), "api", summary, {"body": BatchBody, "responses": told})
+    return Route(
+        "POST", PATH, served.services[0].handler(work), "api", summary, {"body": BatchBody, "responses": responses}
+    )

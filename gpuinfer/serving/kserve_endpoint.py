@@ -30,9 +30,9 @@ from gpuinfer.serving.kserve_tensors import (
     InferBody,
     InferRequest,
     Tensor,
-    read_request,
+    read_infer_request,
     refuse_parameters,
-    write_response,
+    write_infer_response,
 )
 from gpuinfer.serving.layout_reader import LayoutReader
 from gpuinfer.serving.openai.requests import BadRequest, PromptDefaults, RequestReader
@@ -109,14 +109,14 @@ class KServeModel:
     def _shape(leaf: Leaf | None, facts: TensorFacts) -> Sequence[int]:
         return facts["shape"][1:] if leaf is None else leaf.shape
 
-    async def metadata(self, exchange: Exchange, asking: RequestContext) -> None:
+    async def metadata(self, exchange: Exchange, context: RequestContext) -> None:
         """The work of `GET /v2/models/MODEL`."""
         self._check_version(exchange)
-        told = {"name": self._service.name, "versions": [VERSION], "platform": "gpuinfer"}
-        found = {**told, "inputs": self.inputs, "outputs": await self.outputs()}
-        exchange.respond(200, encode(found), headers=plain_headers(asking.id))
+        answer = {"name": self._service.name, "versions": [VERSION], "platform": "gpuinfer"}
+        found = {**answer, "inputs": self.inputs, "outputs": await self.outputs()}
+        exchange.respond(200, encode(found), headers=plain_headers(context.id))
 
-    async def config(self, exchange: Exchange, asking: RequestContext) -> None:
+    async def config(self, exchange: Exchange, context: RequestContext) -> None:
         """The work of `GET /v2/models/MODEL/config`: what of Triton's model configuration there is here."""
         self._check_version(exchange)
 
@@ -130,7 +130,7 @@ class KServeModel:
                 for one in tensors
             ]
 
-        told = {
+        answer = {
             "name": self._service.name,
             "platform": "gpuinfer",
             "backend": "gpuinfer",
@@ -139,9 +139,9 @@ class KServeModel:
             "output": described(await self.outputs()),
             "dynamic_batching": {},
         }
-        exchange.respond(200, encode(told), headers=plain_headers(asking.id))
+        exchange.respond(200, encode(answer), headers=plain_headers(context.id))
 
-    async def statistics(self, exchange: Exchange, asking: RequestContext) -> None:
+    async def statistics(self, exchange: Exchange, context: RequestContext) -> None:
         """The work of `GET /v2/models/MODEL/stats`, as far as it is counted here: times are sums in nanoseconds."""
         self._check_version(exchange)
         counted = self._service.session.own.snapshot()
@@ -149,7 +149,7 @@ class KServeModel:
         def spent(count: int, seconds: float) -> dict[str, int]:
             return {"count": count, "ns": round(1e9 * seconds)}
 
-        told = {
+        answer = {
             "name": self._service.name,
             "version": VERSION,
             "inference_count": counted.rows,
@@ -160,9 +160,9 @@ class KServeModel:
                 "queue": spent(counted.requests, counted.queue_wait.get("total", 0.0)),
             },
         }
-        exchange.respond(200, encode({"model_stats": [told]}), headers=plain_headers(asking.id))
+        exchange.respond(200, encode({"model_stats": [answer]}), headers=plain_headers(context.id))
 
-    async def ready(self, exchange: Exchange, asking: RequestContext) -> None:
+    async def ready(self, exchange: Exchange, context: RequestContext) -> None:
         """The work of `GET /v2/models/MODEL/ready`."""
         self._check_version(exchange)
         health = self._service.health
@@ -175,7 +175,7 @@ class KServeModel:
 
     # Inference
 
-    async def infer(self, exchange: Exchange, asking: RequestContext) -> None:
+    async def infer(self, exchange: Exchange, context: RequestContext) -> None:
         """The work of `POST /v2/models/MODEL/infer`."""
         self._check_version(exchange)
         if (coding := exchange.headers.get("content-encoding", "identity")) != "identity":
@@ -183,28 +183,28 @@ class KServeModel:
         length = exchange.headers.get(HEADER_LENGTH.lower())
 
         def read(body: bytes) -> InferRequest:
-            return read_request(body, length)
+            return read_infer_request(body, length)
 
         # bytes are read in place: only JSON takes its time
         quick = length is not None and len(length) < 8 and length.isdecimal() and int(length) <= LARGE
-        asked = read(exchange.body) if quick else await self._service.decoded(read, exchange.body)
-        _set_class_and_timeout(asked.parameters, asking)
+        request = read(exchange.body) if quick else await self._service.decoded(read, exchange.body)
+        _set_class_and_timeout(request.parameters, context)
         outputs: Mapping[str, Tensor]
         if self._text:
-            name, outputs = await self._generated(asked, exchange, asking)
+            name, outputs = await self._generated(request, exchange, context)
         else:
-            refuse_parameters(asked.parameters, (PRIORITY, TIMEOUT, BINARY_OUTPUT), "the request")
-            name, outputs = self._service.name, await self._answered(asked.tensors, asking)
+            refuse_parameters(request.parameters, (PRIORITY, TIMEOUT, BINARY_OUTPUT), "the request")
+            name, outputs = self._service.name, await self._answered(request.tensors, context)
         rows = max(map(len, outputs.values()), default=0)
-        if rows <= MANY or asked.wants_binary(None):
-            body, header = write_response(asked, name, VERSION, outputs)
+        if rows <= MANY or request.wants_binary(None):
+            body, header = write_infer_response(request, name, VERSION, outputs)
         else:
-            body, header = await asyncio.to_thread(write_response, asked, name, VERSION, outputs)
+            body, header = await asyncio.to_thread(write_infer_response, request, name, VERSION, outputs)
         more = () if header is None else ((HEADER_LENGTH, str(header)),)
         kind = "application/json" if header is None else BINARY_TYPE
-        exchange.respond(200, body, kind, plain_headers(asking.id, more))
+        exchange.respond(200, body, kind, plain_headers(context.id, more))
 
-    async def _answered(self, tensors: Mapping[str, Tensor], asking: RequestContext) -> dict[str, Array]:
+    async def _answered(self, tensors: Mapping[str, Tensor], context: RequestContext) -> dict[str, Array]:
         """The outputs for rows, in arrays [rows, …]. Raises `BadRequest`, and `BadResult` for no arrays of numbers."""
         evaluate = self._evaluate
         assert evaluate is not None
@@ -216,7 +216,7 @@ class KServeModel:
             if self._service.spec.input_dtype == BITS:
                 array = np.packbits(array, axis=1, bitorder="little")
             block = reader.from_array(array)
-        result = await evaluate.answer(block, asking)
+        result = await evaluate.answer(block, context)
         parts = evaluate.parts(result)
         found = {ONE_OUTPUT: np.asarray(result)} if parts is None else dict(parts)
         if odd := [name for name, one in found.items() if getattr(one, "dtype", np.dtype("O")).name not in DATATYPES]:
@@ -248,14 +248,14 @@ class KServeModel:
         return {one["name"]: tensors[one["name"]] for one in wanted}
 
     async def _generated(
-        self, asked: InferRequest, exchange: Exchange, asking: RequestContext
+        self, request: InferRequest, exchange: Exchange, context: RequestContext
     ) -> tuple[str, Mapping[str, Tensor]]:
         """The name that answers, and the texts: `n` for each prompt, one behind the other."""
-        texts = asked.tensors.get(TEXT_INPUT)
-        if len(asked.tensors) != 1 or not isinstance(texts, list) or not texts:
+        texts = request.tensors.get(TEXT_INPUT)
+        if len(request.tensors) != 1 or not isinstance(texts, list) or not texts:
             raise BadRequest(f"this model takes the input '{TEXT_INPUT}', BYTES [-1], and no other. Send it.", "inputs")
         own = {
-            name: value for name, value in asked.parameters.items() if name not in (PRIORITY, TIMEOUT, BINARY_OUTPUT)
+            name: value for name, value in request.parameters.items() if name not in (PRIORITY, TIMEOUT, BINARY_OUTPUT)
         }
         if odd := [name for name in own if name in NOT_PARAMETERS]:
             raise BadRequest(f"`{odd[0]}` is no parameter here. Leave it out, or ask POST {URL}.", "parameters")
@@ -269,21 +269,21 @@ class KServeModel:
         adapter = self._service.adapter_of(exchange.parameters["model"])
         for one in each:
             check_request(one.prompt, self._service.widest)
-        answers = await send_whole(self._service, exchange, asking, keyed_prompts(each, asking, adapter))
+        answers = await send_whole(self._service, exchange, context, keyed_prompts(each, context, adapter))
         return adapter or self._service.name, {TEXT_OUTPUT: [one.text.encode() for one in answers.completions]}
 
 
-def _set_class_and_timeout(parameters: Mapping[str, Any], asking: RequestContext) -> None:
+def _set_class_and_timeout(parameters: Mapping[str, Any], context: RequestContext) -> None:
     """Triton's `priority`, and its `timeout` in microseconds. Raises `BadRequest`."""
     if (priority := parameters.get(PRIORITY)) is not None:
         if type(priority) is not int or priority not in CLASSES:
             raise BadRequest("`priority` is 1 (high), 2 (normal, as is 0) or 3 (low). Send one of them.", "parameters")
-        asking.priority = CLASSES[priority]
+        context.priority = CLASSES[priority]
     if (timeout := parameters.get(TIMEOUT)) is not None:
         if type(timeout) is not int or timeout < 0:
             raise BadRequest("`timeout` is no number of microseconds. Send a whole number.", "parameters")
         if timeout:
-            asking.timeout_s = min(asking.timeout_s, timeout / 1e6)
+            context.timeout_s = min(context.timeout_s, timeout / 1e6)
 
 
 # Routes

@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 def health_routes(live: Callable[[], bool], ready: Callable[[], bool]) -> list[Route]:
     """The server's own health and metadata, which need no key as /health needs none."""
 
-    def told(name: str, state: Callable[[], bool]) -> Handler:
+    def state_handler(name: str, state: Callable[[], bool]) -> Handler:
         async def handle(exchange: Exchange) -> None:
             fine = state()
             exchange.respond(200 if fine else 503, _encode({name: fine}))
@@ -40,7 +40,7 @@ def health_routes(live: Callable[[], bool], ready: Callable[[], bool]) -> list[R
     return [
         Route("GET", "/v2", about, "open", "The server's name and extensions (KServe's protocol).", own_openapi()),
         *(
-            Route("GET", f"/v2/health/{name}", told(name, state), "open", summary, own_openapi(**may))
+            Route("GET", f"/v2/health/{name}", state_handler(name, state), "open", summary, own_openapi(**may))
             for name, state, summary in health
         ),
     ]

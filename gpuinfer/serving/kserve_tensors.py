@@ -98,7 +98,7 @@ class InferRequest:
         return bool(usual if output is None else output.parameters.get("binary_data", usual))
 
 
-def read_request(body: bytes, header_length: str | None) -> InferRequest:
+def read_infer_request(body: bytes, header_length: str | None) -> InferRequest:
     """Arrays of binary tensors are views of `body`. Raises `BadRequest`."""
     header, data = body, memoryview(b"")
     if header_length is not None:
@@ -106,12 +106,12 @@ def read_request(body: bytes, header_length: str | None) -> InferRequest:
             raise BadRequest(f"{HEADER_LENGTH} is no number of bytes up to the body's {len(body):,}. Correct it.")
         header, data = body[: int(header_length)], memoryview(body)[int(header_length) :]
     try:
-        asked = _decode(header)
+        parsed = _decode(header)
     except (ValueError, RecursionError) as error:
         raise unreadable(error, InferBody, header, "request") from error
     tensors: dict[str, Tensor] = {}
     at = 0
-    for one in asked.inputs:
+    for one in parsed.inputs:
         if one.name in tensors:
             raise BadRequest(f"two inputs are called '{one.name[:40]}'. Send one of them.", "inputs")
         size = one.parameters.get("binary_data_size")
@@ -131,14 +131,14 @@ def read_request(body: bytes, header_length: str | None) -> InferRequest:
         at += size
     if at != len(data):
         raise BadRequest(f"{len(data) - at:,} bytes behind the last tensor. Leave them out.", "inputs")
-    return InferRequest(asked.id, tensors, asked.parameters, asked.outputs)
+    return InferRequest(parsed.id, tensors, parsed.parameters, parsed.outputs)
 
 
-def refuse_parameters(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def refuse_parameters(parameters: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """Raise `BadRequest` for a parameter that is not among the known ones."""
-    if any(name.startswith(MEMORY) for name in given):
+    if any(name.startswith(MEMORY) for name in parameters):
         raise BadRequest(f"{where} lies in shared memory, which is not served. Send its bytes (binary_data_size).")
-    if odd := [name for name in given if name not in known]:
+    if odd := [name for name in parameters if name not in known]:
         named = f"Choose from {', '.join(known)}, or leave it out." if known else "Leave it out."
         raise BadRequest(f"{where} has the parameter '{odd[0][:40]}', which is not known here. {named}", "parameters")
 
@@ -233,14 +233,14 @@ def _elements(one: InferInput, data: memoryview, count: int) -> list[bytes]:
     return found
 
 
-def write_response(
+def write_infer_response(
     request: InferRequest, model: str, version: str, outputs: Mapping[str, Tensor]
 ) -> tuple[bytes, int | None]:
     """The body, and the length of its JSON where bytes follow. Tensors of BYTES have one dimension. Raises `BadRequest`
     for an output that there is not, and for a wish that cannot be met.
     """
     wanted: Mapping[str, InferOutput | None] = {one.name: one for one in request.outputs} or dict.fromkeys(outputs)
-    told: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     pieces: list[bytes | memoryview] = [b""]
     for name, output in wanted.items():
         if output is not None:
@@ -252,12 +252,12 @@ def write_response(
             named = ", ".join(f"'{one}'" for one in outputs)
             raise BadRequest(f"there is no output '{name[:40]}'. The model's are {named}.", "outputs")
         one, binary = {"name": name}, request.wants_binary(output)
-        told.append(one | _written(tensor, binary, pieces))
-    answer: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": told}
+        entries.append(one | _written(tensor, binary, pieces))
+    answer: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries}
     if request.id:
         answer["id"] = request.id
     pieces[0] = header = _encode(answer)
-    if not any("parameters" in one for one in told):
+    if not any("parameters" in one for one in entries):
         return header, None
     return b"".join(pieces), len(header)
 

@@ -42,7 +42,7 @@ def profile_body(body: bytes) -> ProfileBody:
 async def profile(exchange: Exchange) -> None:
     """Answers with the trace; 409 while another profile is made."""
     try:
-        asked = profile_body(exchange.body)
+        body = profile_body(exchange.body)
     except UsageError as error:
         exchange.refuse(400, str(error))
         return
@@ -53,7 +53,7 @@ async def profile(exchange: Exchange) -> None:
         exchange.refuse(409, str(error), [("Retry-After", "5")])
         return
     try:
-        await asyncio.sleep(asked.seconds)
+        await asyncio.sleep(body.seconds)
     finally:
         made.stop()
     content = await asyncio.to_thread(_written, made)
@@ -75,5 +75,5 @@ def _written(made: Profile) -> bytes | None:
 def profile_route() -> Route:
     """The route of a replica."""
     trace = {"200": {"description": "The trace.", "content": {"application/json": {"schema": {"type": "object"}}}}}
-    told = {"409": {"description": "Another profile is being made."}}
-    return Route("POST", PATH, profile, "admin", SUMMARY, {"body": ProfileBody, "responses": {**trace, **told}})
+    conflict = {"409": {"description": "Another profile is being made."}}
+    return Route("POST", PATH, profile, "admin", SUMMARY, {"body": ProfileBody, "responses": {**trace, **conflict}})

@@ -18,8 +18,8 @@ from gpuinfer.serving.kserve_tensors import (
     DATATYPES,
     DTYPES,
     InferRequest,
-    read_request,
-    write_response,
+    read_infer_request,
+    write_infer_response,
 )
 from gpuinfer.serving.openai.requests import BadRequest
 
@@ -53,7 +53,7 @@ def body_of(tensors: dict[str, Any], binary: bool, **more: Any) -> tuple[bytes, 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=5), TENSORS, max_size=4), st.booleans())
 def test_what_is_read_is_what_was_written(tensors, binary):
-    found = read_request(*body_of(tensors, binary)).tensors
+    found = read_infer_request(*body_of(tensors, binary)).tensors
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
@@ -64,27 +64,27 @@ def test_what_is_read_is_what_was_written(tensors, binary):
 @given(st.lists(st.text(), max_size=5), st.booleans())
 def test_texts_too(texts, binary):
     encoded = [text.encode("utf-8", "replace") for text in texts]
-    assert read_request(*body_of({"text": encoded}, binary)).tensors == {"text": encoded}
+    assert read_infer_request(*body_of({"text": encoded}, binary)).tensors == {"text": encoded}
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=5), TENSORS, min_size=1, max_size=4), st.booleans())
 def test_a_response_reads_as_it_was_written(tensors, binary):
-    body, length = write_response(InferRequest("7", {}, {"binary_data_output": binary}, ()), "m", "1", tensors)
+    body, length = write_infer_response(InferRequest("7", {}, {"binary_data_output": binary}, ()), "m", "1", tensors)
     told = json.loads(body[:length])
     assert (told["model_name"], told["model_version"], told["id"]) == ("m", "1", "7")
     again = json.dumps({"inputs": told["outputs"]}).encode()  # the same form
     data = b"" if length is None else body[length:]
-    found = read_request(again + data, str(len(again)) if data else None).tensors
+    found = read_infer_request(again + data, str(len(again)) if data else None).tensors
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(found[name], tensor)
 
 
 def test_nested_values_are_read_and_any_byte_but_0_is_true():
     one = {"name": "x", "shape": [2, 2], "datatype": "INT32", "data": [[1, 2], [3, 4]]}
-    found = read_request(json.dumps({"inputs": [one]}).encode(), None).tensors["x"]
+    found = read_infer_request(json.dumps({"inputs": [one]}).encode(), None).tensors["x"]
     assert found.tolist() == [[1, 2], [3, 4]]
     head = b'{"inputs": [{"name": "x", "shape": [3], "datatype": "BOOL", "parameters": {"binary_data_size": 3}}]}'
-    assert read_request(head + b"\0\1\7", str(len(head))).tensors["x"].tolist() == [False, True, True]
+    assert read_infer_request(head + b"\0\1\7", str(len(head))).tensors["x"].tolist() == [False, True, True]
 
 
 X = {"name": "x", "shape": [2], "datatype": "FP32"}
@@ -117,17 +117,17 @@ BAD: list[tuple[Any, str, int | None]] = [
 def test_what_is_malformed_is_refused(asked, why, extra):
     head = json.dumps(asked).encode()
     with pytest.raises(BadRequest) as told:
-        read_request(head + b"\xff" * (extra or 0), None if extra is None else str(len(head)))
+        read_infer_request(head + b"\xff" * (extra or 0), None if extra is None else str(len(head)))
     assert why in str(told.value)
 
 
 @pytest.mark.parametrize("length", ["", "-1", "x", "1000", "٣"])
 def test_a_length_of_the_json_that_is_none_is_refused(length):
     with pytest.raises(BadRequest, match="Inference-Header-Content-Length"):
-        read_request(b'{"inputs": []}', length)
+        read_infer_request(b'{"inputs": []}', length)
 
 
 @given(st.binary(max_size=200), st.one_of(st.none(), st.integers(0, 300).map(str)))
 def test_no_bytes_break_it(body, length):
     with contextlib.suppress(BadRequest):
-        read_request(body, length)
+        read_infer_request(body, length)
