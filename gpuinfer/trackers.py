@@ -212,6 +212,9 @@ class OpenTelemetry(Tracker):
     result. `target`: its address; without one that of OpenTelemetry's own variables, or http://localhost:4318.
     """
 
+    _no_name = re.compile(r"[^A-Za-z0-9_.-]")  # of an instrument: stations are called as plugins please
+    _longest = 200  # characters, of 255 that OpenTelemetry allows
+
     def check(self) -> None:
         self._urls()
 
@@ -240,7 +243,8 @@ class OpenTelemetry(Tracker):
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in {**figures, "step": float(step)}.items():
             if name not in self._gauges:
-                self._gauges[name] = self._meter.create_gauge(f"gpuinfer.{name.replace('/', '.')}")
+                plain = self._no_name.sub("_", name.replace("/", "."))[: self._longest]
+                self._gauges[name] = self._meter.create_gauge(f"gpuinfer.{plain}")
             self._gauges[name].set(value)
 
     def finish(self, status: str, summary: Summary) -> None:

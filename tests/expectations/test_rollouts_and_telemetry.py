@@ -29,6 +29,7 @@ from serving.replica_servers import until as until_served
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.router.request_trace import TraceSampling
 from gpuinfer.host import otlp
+from gpuinfer.trackers import open_tracker
 
 QUICK = {"OTEL_METRIC_EXPORT_INTERVAL": "100", "OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BLRP_SCHEDULE_DELAY": "50"}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -154,6 +155,16 @@ def test_opentelemetrys_own_variables_say_what_is_exported(monkeypatch, flag, va
             otlp.destinations("--otlp-endpoint", None)
 
 
+def test_figures_of_any_name_are_gauges():
+    """Such as the station `first touch`, which only some runs have."""
+    with receiving() as received:
+        tracker = open_tracker(f"otel={received.url}")
+        tracker.start("train-1", {"nested": {"seed": 3}})
+        tracker.log(1, {"time/first touch": 0.5, "x" * 300: 1.0, "rollouts/metric_größe": 2.0})
+        tracker.finish("done", {"bottleneck": "the model"})
+    assert {"gpuinfer.step", "gpuinfer.time.first_touch", "gpuinfer.rollouts.metric_gr__e"} < received.latest().keys()
+
+
 def test_a_run_has_its_figures_settings_and_result_at_the_collector(tmp_path):
     words = ["rollouts", "--env", "arithmetic", "--model", "tiny", "--groups", "2", "--samples-per-group", "2"]
     words += ["--max-new-tokens", "4", "--quiet", "--no-roofline", "-B", "threads=1"]
@@ -162,6 +173,7 @@ def test_a_run_has_its_figures_settings_and_result_at_the_collector(tmp_path):
         run = Forked(command, tmp_path, own_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said, _ = run.communicate(timeout=LIMIT_S)
         assert run.returncode == 0, said
+        assert received.metrics, said
     (about, _), *_ = received.metrics
     assert about["gpuinfer.run"].startswith("rollouts-")
     found = {name: metric.gauge.data_points[-1].as_double for name, metric in received.latest().items()}
