@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
-from gpuinfer.config.model_names import meant_names
+from gpuinfer.config.model_names import listed_names, meant_names
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
@@ -121,9 +121,10 @@ class FleetRemote(Backend):
                 f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}{more}"
             )
         name = self._name or ServerSetup(setup=self.setup).name
-        if name != ANY_MODEL and not meant_names(name, [served.id, *served.aliases]):
+        names = [served.id, *served.aliases]
+        if name != ANY_MODEL and not meant_names(name, names):
             raise UsageError(
-                f"{url} serves '{served.id}', and this run has '{name}'. If they are the same model, add "
+                f"{url} serves {listed_names(names)}, and this run has '{name}'. If they are the same model, add "
                 f"-B model={served.id}; or else name that --model, or another -B endpoint."
             )
 

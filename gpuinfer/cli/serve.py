@@ -234,6 +234,8 @@ def _welcome(described: ServerSetup, own: ServeFleetOptions, host: str, port: in
         path, body = "/v1/evaluate", f'{{{which}"x": {row}}}'
     key = " -H 'Authorization: Bearer KEY'" if own.api_key_file else ""
     names = " and ".join(described.names)
+    if described.aliases:
+        names += f" (also called {', '.join(described.aliases)})"
     return f"{names} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"
 
 

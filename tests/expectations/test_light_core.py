@@ -215,6 +215,7 @@ def two_names(tmp_path_factory):
     own = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
     with served(own, folder, *words, "-B", "slots=2", "-B", "threads=1") as url:
         yield url
+    assert "big (also called gpt-4o) at " in (folder / "log").read_text()
 
 
 def test_models_lists_every_name_and_a_request_by_any_of_them_is_served(two_names):
