@@ -147,6 +147,8 @@ BAD = """
 @pytest.fixture(scope="module", autouse=True)
 def here(tmp_path_factory):
     """A folder with some files, and packages on the path: `count`, one for another contract, one with a bad option."""
+    from huggingface_hub import constants  # noqa: F401  keeps what HF_HUB_OFFLINE was when it was imported
+
     site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("here")
     install_count(site)
     install(site, "bad", {"workloads": {"bad": "bad_module:Bad"}}, {"bad_module": BAD})
