@@ -138,6 +138,7 @@ FACADES: dict[str, set[str]] = {
         "gradients",
         "kernel_cache",
         "load",
+        "losses",
         "memory_watch",
         "model_object",
         "model_options",
@@ -154,6 +155,7 @@ FACADES: dict[str, set[str]] = {
         "processor",
         "roofline_measurement",
         "roofline_process",
+        "row_blocks",
         "row_format",
         "row_layout",
     },
@@ -265,6 +267,7 @@ HEAVY = {
         "gpuinfer.datasets",
         "gpuinfer.lab.memory.rows_memory",  # which a child process alone imports
         "gpuinfer.lab.memory.text_memory",
+        "gpuinfer.lab.memory.training_memory",
         "gpuinfer.models",
         "gpuinfer.text",
         "gpuinfer.workloads.optimizer",

@@ -11,8 +11,10 @@ import sys
 import urllib.error
 import urllib.request
 
+import jsonschema
 import numpy as np
 import pytest
+import torch
 from one_batch import answered
 from text.toy import run
 from torch import nn
@@ -21,13 +23,22 @@ from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.gradients import TrainingBatch
+from gpuinfer.lab.memory.memory_options import MemoryOptions, memory_model
+from gpuinfer.lab.memory.memory_probe import SCHEMA, memory_pages, memory_schema
+from gpuinfer.lab.memory.probe_child import examine_memory
+from gpuinfer.lab.memory.training_memory import TrainingSubject
+from gpuinfer.models.footprint import traced_peak
+from gpuinfer.models.gradients import GradientPass
 from gpuinfer.models.model_options import with_stage_devices
+from gpuinfer.models.networks import BlobNet
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.generator import open_generator
 from gpuinfer.text.generator.memory_fitting import MemoryFitter
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.text_options import TorchModelOptions
+from gpuinfer.workloads.optimizer import Stepper
 
 WAIT_S = 120.0
 FEATURES = 6
@@ -47,6 +58,17 @@ class Coder(nn.Module):
 
     def segments(self):
         return [*self.encoder, *self.decoder]
+
+
+class NoLayers(nn.Module):
+    """Answers one tensor, and has no list of layers."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(features, 8), nn.Linear(8, 2)
+
+    def forward(self, rows):
+        return self.second(self.first(rows))
 
 
 def gpuinfer(*words: str) -> subprocess.CompletedProcess[str]:
@@ -132,6 +154,75 @@ def test_devices_of_stages_go_before_a_default_and_against_none_that_is_named():
     assert with_stage_devices(Setup(), "cuda:0:12,cuda:1:20,cuda:0:4").devices == ("cuda:0", "cuda:1")
     with pytest.raises(UsageError, match="Leave --device out"):
         with_stage_devices(Setup(devices=("cuda:0",)), "cuda:0:12,cuda:1:20")
+
+
+# Memory of training
+
+SIZED = {"inputs": FEATURES, "input_dtype": "float32"}
+TUNING = InProcess.Options(threads=1).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("segments", [None, 2])
+def test_training_is_estimated_near_the_tensors_that_a_real_step_holds_at_its_peak(segments):
+    spec = ModelSpec("blobnet", None, 96, "uint8", {"actions": 40, "seats": 4})
+    setup, device, rows = Setup(model=spec, devices=("cpu",)), torch.device("cpu"), 1024
+    subject = TrainingSubject(spec, setup, TUNING, device, segments)
+    subject.describe()
+
+    def trained():  # as `gpuinfer train` does
+        passes = GradientPass(BlobNet(96, 40, 4).float(), spec, checkpoint_segments=segments)
+        stepper = Stepper(spec, 0, weight_decay=0.01, clip_norm=1.0)
+        features = np.ones((rows, 96), np.uint8)
+        targets = {"policy": np.full((rows, 40), 1 / 40, np.float32), "value": np.zeros((rows, 4), np.float32)}
+        for version in range(2):
+            stepper.step(passes(TrainingBatch(features, targets, stepper.weights, version)), rate=1e-3)
+        return passes, stepper
+
+    ratio = subject.tensor_bytes(rows) / traced_peak(trained)
+    assert 0.9 < ratio < 1.25
+    parts = subject.parts(rows)
+    trained_numbers = sum(one.numel() for one in BlobNet(96, 40, 4).parameters())
+    assert (parts.gradients, parts.optimizer) == (4 * trained_numbers, 8 * trained_numbers)
+
+
+def examined_training(spec, **more):
+    asked = {"spec": spec, "devices": ["cpu"], "dtype": "float32", "seed": 0, "options": {**TUNING, **more}}
+    asked |= {"batch_size": [], "context": None, "free": 2 * GIB, "probe": False, "training": True}
+    for found in examine_memory(asked):
+        document = {"schema": SCHEMA, **found}
+    jsonschema.validate(document, memory_schema())
+    return document
+
+
+def test_training_with_checkpointing_has_fewer_activations_and_larger_batches():
+    found = examined_training({"name": "blobnet", "inputs": 96, "arguments": {"actions": 40, "seats": 4}})
+    kept, divided = found["devices"]
+    assert (kept["checkpoint_segments"], divided["checkpoint_segments"]) == (None, 2)
+    assert divided["activation_row_bytes"] < 0.8 * kept["activation_row_bytes"]
+    assert divided["largest"]["batch"] > 1.2 * kept["largest"]["batch"] > 0
+    *_, page = memory_pages(found)
+    assert page.table.columns[1:] == ["all activations kept", "checkpoint_segments=2"]
+    assert f"{divided['largest']['batch']:,}" in page.verdict
+
+
+def test_training_of_a_model_whose_layers_cannot_be_told_apart_says_why_there_is_one_column():
+    found = examined_training({"name": f"{__name__}:NoLayers", **SIZED})
+    assert len(found["devices"]) == 1
+    assert "cannot be told apart" in dict(list(memory_pages(found))[-1].notes)["checkpointing"]
+    with pytest.raises(UsageError, match="cannot be told apart"):
+        examined_training({"name": f"{__name__}:NoLayers", **SIZED}, checkpoint_segments=2)
+
+
+@pytest.mark.thorough
+def test_memory_with_training_shows_both_ways_at_the_command_line():
+    said = gpuinfer("memory", "--model", "blobnet", "--training", "--free", "1GiB", "--no-probe").stdout
+    for words in ("gradients", "optimizer", "activations of a row", "checkpoint_segments=2", "largest batch"):
+        assert words in said
+
+
+def test_training_is_of_networks_of_rows():
+    with pytest.raises(UsageError, match="is a model of text"):
+        memory_model(MemoryOptions(model="tiny", training=True), Setup())
 
 
 # Memory that others need

@@ -29,6 +29,8 @@ class MemoryParts:
     cache: int  # keys and values of all rows, full
     activations: int  # of the widest moment of the largest step
     working: int  # beside them: rows as they come, answers, copies, logits
+    gradients: int = 0  # of training
+    optimizer: int = 0  # its state, of training
 
     @property
     def total(self) -> int:
@@ -36,9 +38,8 @@ class MemoryParts:
 
     def times(self, copies: int) -> MemoryParts:
         """Of so many copies of the model in one process."""
-        return MemoryParts(
-            self.process, *(copies * part for part in (self.weights, self.cache, self.activations, self.working))
-        )
+        own = {field.name: copies * getattr(self, field.name) for field in fields(self)}
+        return MemoryParts(**{**own, "process": self.process})
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,9 @@ class MemoryOptions(NetworkOptions):
     free: Annotated[int | None, BeforeValidator(_size_of)] = Field(
         None, ge=1, le=1 << 50, description="count with so much memory, as 8GiB, instead of what is free now"
     )
+    training: bool = Field(
+        False, description="of a network of rows: gradients, optimizer and activations of a step of `train` too"
+    )
     probe: bool = Field(True, description="measure some small batches beside the estimate")
 
 
@@ -78,6 +81,11 @@ def memory_model(options: MemoryOptions, setup: Setup) -> ModelSpec:
         raise UsageError(
             f"no model named '{name}', and no such folder.{meant} Choices: {', '.join((*NETWORKS, *TEXT_MODELS))}, "
             "module:factory, or a folder with a checkpoint."
+        )
+    if options.training:
+        raise UsageError(
+            f"--training: `gpuinfer train` trains networks of rows, and '{name or 'this'}' is a model of text. Leave "
+            "it out, or give --model blobnet or module:factory."
         )
     check_parts(options)
     return text_spec(name, options, {"mask_token": options.mask_token_id})

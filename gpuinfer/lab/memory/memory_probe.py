@@ -16,6 +16,7 @@ from gpuinfer.host.child import Channel, Child, ChildLost, Conversation
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.lab.memory.memory_options import MemoryOptions
 from gpuinfer.lab.memory.probe_child import answer_probe
+from gpuinfer.lab.memory.training_page import training_page, ways_of
 from gpuinfer.lab.presenter import Note, Page, Table
 from gpuinfer.units import memory
 
@@ -41,6 +42,7 @@ def probe_memory(
         "batch_size": sorted(set(options.batch_size or ())),
         "context": options.context,
         "free": options.free,
+        "training": options.training,
         "probe": options.probe,
     }
     child = Child(answer_probe, name="gpuinfer memory", daemon=True)
@@ -78,19 +80,22 @@ def memory_schema() -> dict[str, Any]:
 
 
 def _refuse_unfit(document: Mapping[str, Any]) -> None:
-    """By the device on which least fits."""
-    least = min(document["devices"], key=lambda one: one["largest"]["batch"])
+    """By the device on which least fits; in training by the way in which more does."""
+    choose = max if document["facts"].get("training") else min
+    least = choose(document["devices"], key=lambda one: one["largest"]["batch"])
     largest, batch, facts = least["largest"], least["batch"], document["facts"]
     noun = batch_text(document)
     needed, room, free = (memory(size) for size in (batch["estimated_bytes"], least["room_bytes"], least["free_bytes"]))
     where = f" on {least['device']}" if len(document["devices"]) > 1 else ""
     each = f" in each of {least['copies']} copies" if least["copies"] > 1 else ""
     may = f"{room} of the {free} that are free{where} may be taken"
+    way = f" with -B checkpoint_segments={least['checkpoint_segments']}" if least.get("checkpoint_segments") else ""
     if largest["batch"] < 1:
         first = document["devices"][0]
         smaller = [
             "fewer devices" if first["copies"] > 1 and not first["stages"] else "",
             "a smaller -B micro_batch_rows" if first["stages"] else "",
+            "-B checkpoint_segments=auto" if facts.get("training") and not way else "",
             "a shorter --context" if document["kind"] == "text" else "",
             "--dtype bfloat16" if document["dtype"] == "float32" else "",
             "a smaller model",
@@ -108,7 +113,7 @@ def _refuse_unfit(document: Mapping[str, Any]) -> None:
             shorter += "give a shorter --context to count shorter ones, of which more fit."
         raise UsageError(
             f"--batch-size {batch['batch']}: {batch['batch']:,} {noun}{each} need {needed}, and {may}. "
-            f"The largest that fits is --batch-size {largest['batch']}.{shorter}"
+            f"The largest that fits is --batch-size {largest['batch']}{way}.{shorter}"
         )
 
 
@@ -123,6 +128,8 @@ PARTS = {
     "cache": "caches",
     "activations": "activations",
     "working": "working",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
 }
 NOTHING = "–"
 MOST_OTHERS = 5
@@ -141,6 +148,8 @@ def memory_pages(document: Mapping[str, Any]) -> Iterator[Page]:
         )
     if any(device["stages"] for device in document["devices"]):
         yield _stages_page(document)
+    if document["facts"].get("training"):
+        yield training_page(document)
 
 
 def _heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
@@ -151,7 +160,8 @@ def _heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     if here := len(device["stages"]):
         some = f"{here} of {facts['stages']}" if here < facts["stages"] else f"{here}"
         stages = f", {some} stages in one memory ({facts['parallel']})"
-    return f"memory · {document['model']} · {document['dtype']} on {device['device']}{copies}{stages}{context}"
+    how = f", training, {ways_of(device)}" if facts.get("training") else ""
+    return f"memory · {document['model']} · {document['dtype']} on {device['device']}{copies}{stages}{context}{how}"
 
 
 def _device_table(document: Mapping[str, Any], device: Mapping[str, Any]) -> Table:
@@ -187,10 +197,12 @@ def _device_notes(document: Mapping[str, Any], device: Mapping[str, Any], verdic
             said = "as -B pages says" if facts["asked_pages"] else "unless -B pages or --batch-size says otherwise"
             has = f"{own['pages']:,} pages ({memory(own['cache_bytes'])}) for {own['slots']:,} rows at once"
             yield "", f"a run has {has}, {said}: shorter rows leave room for others"
-    if document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
+    if not facts.get("training") and document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
         yield "", "in one piece: a run takes larger batches in portions of 1,024 rows, unless -B chunk_rows says more"
     if largest["by_measurement"] is not None:
         yield "", f"{largest['by_estimate']:,} by the estimate, {largest['by_measurement']:,} by what was measured"
+    if facts.get("training"):
+        yield "weights", "twice: those that the model was built with, and those in training"
     if device["not_tried"]:
         yield "not tried", device["not_tried"]
     others = device["others"]

@@ -30,6 +30,7 @@ def examine_memory(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The document, again after each measurement. Raises `UsageError` for a request that cannot be met."""
     available = memory_available()  # before there is torch in this process, whose memory counts
     from gpuinfer.lab.memory.batch_trials import MemoryExamination
+    from gpuinfer.lab.memory.training_memory import TrainingSubject
     from gpuinfer.models.device import resolve_devices
     from gpuinfer.models.footprint import memory_meter_of
 
@@ -40,25 +41,27 @@ def examine_memory(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     together = devices[0].type == "cpu"  # all copies, or stages, in one memory
     pages = request["options"].get("pages") or sys.maxsize  # each row that is there at once has one at least
     batches = sorted({min(batch, pages) for batch in request["batch_size"] or []})
-    examinations, facts = [], {}
+    examinations, settings = list[MemoryExamination](), list[Mapping[str, Any]]()
+    facts: dict[str, Any] = {}
     for device, copies, subject in _subjects(spec, setup, request, devices):
         meter = memory_meter_of(device)
         subject.warm_up()
         free = request["free"] or (available if together else meter.free())
         examinations.append(MemoryExamination(subject, meter, device, copies, free, batches))
         subject.describe()
-        facts = dict(subject.facts())
+        facts |= subject.facts()
+        settings.append(subject.setting() if isinstance(subject, TrainingSubject) else {})
     answered: dict[str, Any] = {
         "model": spec.name,
         "kind": spec.kind,
         "dtype": setup.dtype,
         "asked": batches[-1] if batches else None,
         "facts": facts,
-        "devices": [one.estimated() for one in examinations],
+        "devices": [{**one.estimated(), **own} for one, own in zip(examinations, settings, strict=True)],
     }
     yield answered
     for place, one in enumerate(examinations if request["probe"] else []):
-        answered["devices"][place] = one.measured()
+        answered["devices"][place] = {**one.measured(), **settings[place]}
         yield answered
 
 
@@ -71,6 +74,9 @@ def _subjects(
     from gpuinfer.lab.memory.text_memory import StagedText, TextSubject
     from gpuinfer.models.device import setups_of
 
+    if request.get("training"):
+        yield from _training_subjects(spec, setup, request["options"])
+        return
     each = list(dict.fromkeys(devices))  # of stand-ins on the CPU one
     if request["options"].get("parallel", "data") != "data":
         staged: StagedRows | StagedText
@@ -87,6 +93,33 @@ def _subjects(
             yield device, copies, TextSubject(spec, own, request["options"], device, copies, request["context"])
         else:
             yield device, copies, RowsSubject(spec, own, request["options"], device, copies)
+
+
+def _training_subjects(
+    spec: ModelSpec, setup: Setup, options: Mapping[str, Any]
+) -> Iterator[tuple[torch.device, int, MemorySubject]]:
+    """A model that is trained, once with all activations kept and once with those of segments of its layers, where
+    these can be told apart.
+    """
+    from gpuinfer.lab.memory.training_memory import TrainingSubject
+    from gpuinfer.models.device import resolve_device
+
+    if options.get("parallel", "data") != "data":
+        raise UsageError(
+            f"--training: a model is whole where it is trained, and parallel={options['parallel']} cuts it. Leave -B "
+            "parallel out."
+        )
+    device, wanted = resolve_device(setup.device), options.get("checkpoint_segments")
+    divided, why = TrainingSubject(spec, setup, options, device, wanted or "auto"), ""
+    try:
+        divided.describe()
+    except UsageError as error:
+        if wanted is not None:
+            raise
+        why = str(error)
+    yield device, 1, TrainingSubject(spec, setup, options, device, not_divided=why)
+    if not why:
+        yield device, 1, divided
 
 
 def no_room(error: Exception, request: Mapping[str, Any]) -> UsageError | None:
