@@ -159,10 +159,11 @@ async def test_as_many_forwards_run_at_once_as_may_be_in_flight(tmp_path, monkey
 @pytest.mark.thorough  # ten seconds of a compiler
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from inside torch.compile
-async def test_a_compiled_model_answers_the_same():
+@pytest.mark.parametrize("mode", [True, "max-autotune"])
+async def test_a_compiled_model_answers_the_same(mode):
     small = setup(model=replace(MODEL, name="blobnet-small"))  # the larger one takes minutes where nothing is cached
     batch = [request(5, 1), request(20, 2)]
-    assert_alike(await answers(batch, small, compile=True), await answers(batch, small), 1e-5)
+    assert_alike(await answers(batch, small, compile=mode), await answers(batch, small), 1e-5)
 
 
 @pytest.mark.parametrize(

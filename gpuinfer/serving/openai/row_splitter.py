@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
 
@@ -191,16 +191,6 @@ class ObjectSplitter(ArraySplitter):
         return [(line, _row_of_member(content)) for line, content in super().feed(data)]
 
 
-def prompt_of_list(value: list[Any]) -> dict[str, Any]:
-    """The field of a row for a list that stands where a prompt is expected: messages of a chat, words of a text, such
-    as the moves of a match, or token ids.
-    """
-    if value and isinstance(value[0], dict):
-        return {"messages": value}
-    is_text = bool(value) and all(isinstance(one, str) for one in value)
-    return {"prompt": " ".join(value)} if is_text else {"prompt_token_ids": value}
-
-
 def _row_of_member(content: Content) -> Content:
     """`"7": "a text"` as a row; an object, a chat, words or tokens may stand there too."""
     if isinstance(content, Unusable):
@@ -211,7 +201,10 @@ def _row_of_member(content: Content) -> Content:
         if found.startswith(b'"'):
             return msgspec.json.encode({"id": id, "prompt": value})
         if found.startswith(b"["):
-            return msgspec.json.encode({"id": id, **prompt_of_list(msgspec.json.decode(value))})
+            first = found[1:].lstrip(SPACE)[:1]
+            if first == b'"':
+                return msgspec.json.encode({"id": id, "prompt": " ".join(msgspec.json.decode(value, type=list[str]))})
+            return msgspec.json.encode({"id": id, "messages" if first == b"{" else "prompt_token_ids": value})
         row = msgspec.json.decode(found, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError) as error:
         why = f'what stands here is no member `"id": row` of an object ({error}). Write a text or a row for the id.'

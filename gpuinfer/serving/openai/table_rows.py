@@ -19,7 +19,7 @@ import msgspec
 from gpuinfer.errors import UsageError, WorkError, nearest
 from gpuinfer.host.extras import require_extra
 from gpuinfer.serving.openai.row_forms import CHAT_COLUMNS, PROMPT_COLUMNS
-from gpuinfer.serving.openai.row_splitter import BOM, MOST_BYTES, Content, Piece, Unusable, prompt_of_list
+from gpuinfer.serving.openai.row_splitter import BOM, MOST_BYTES, Content, Piece, Unusable
 from gpuinfer.serving.openai.schema import SamplingFields
 
 if TYPE_CHECKING:
@@ -117,7 +117,12 @@ class TableColumns:
     def _asked(self, value: Any) -> dict[str, Any]:
         if isinstance(value, str) and self._is_chat and value.lstrip().startswith("["):
             value = _value_in(value)
-        return prompt_of_list(_given_parts(value)) if isinstance(value, list) else {"prompt": value}
+        if not isinstance(value, list):
+            return {"prompt": value}
+        if value and all(isinstance(one, str) for one in value):  # words of a text, such as the moves of a match
+            return {"prompt": " ".join(value)}
+        is_chat = bool(value) and isinstance(value[0], dict)
+        return {"messages": _given_parts(value)} if is_chat else {"prompt_token_ids": value}
 
 
 @cache
