@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -60,6 +61,7 @@ ALONE = (
 )  # need no command before them, nor does one need them
 RUNS = ("gpuinfer ", "curl ", "openssl ")
 SERVE = "gpuinfer serve "
+MOST_REPLICAS = 4  # that a page starts
 LIMIT_S = 200.0  # for a command
 HUB_CACHE = ".hub"  # of the folder in which a page's commands run
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # in the cache is a tiny one of that name
@@ -126,6 +128,10 @@ class Served:
         words = shortened(line)
         named = words[words.index("--port") + 1] if "--port" in words else "8000"
         self._ports[named] = port = str(free_port())
+        if "--worker-base-port" in words:
+            at = words.index("--worker-base-port") + 1
+            written, words[at] = int(words[at]), (here := str(free_port()))
+            self._ports |= {str(written + number): str(int(here) + number) for number in range(MOST_REPLICAS)}
         self._said = self._folder / "served.txt"
         with self._said.open("w") as said:
             self._process = forking.Forked(
@@ -174,9 +180,11 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 def _healthy(port: str) -> bool:
+    """Whether it is ready; of a fleet, whether all replicas are."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
+            told = json.loads(answer.read())
+            return told.get("healthy_workers") == told.get("total_workers")
     except (urllib.error.URLError, OSError):
         return False
 

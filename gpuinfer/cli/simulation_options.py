@@ -25,6 +25,7 @@ from gpuinfer.config.options import check, natural
 from gpuinfer.engine.arrivals import classes_of, open_arrivals, parse_rows, refuse_unused, schedule_of
 from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.fleet.routing_policies import check_policy_options
 from gpuinfer.lab.simulate import Arrivals, ClosedLoop, Mix, SimulationOutcome, simulate
 from gpuinfer.lab.simulate.event_loop import Drift
 from gpuinfer.lab.simulate.fitting import Fitted, fitted, replayed
@@ -160,6 +161,7 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         raise UsageError(
             f"requests of {load.most_rows} rows: a batch takes {most}. Raise --max-rows, or ask for fewer."
         )
+    check_policy_options(options.routing, {})
     target = options.target or built.latency_target
     if options.solve and options.replicas > 1:
         raise UsageError(f"--solve {options.solve} finds the number, and --replicas gives one. Leave one of them out.")

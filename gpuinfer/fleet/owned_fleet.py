@@ -58,9 +58,11 @@ class OwnedFleet:
         """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
         from gpuinfer.fleet.launchers import base
         from gpuinfer.fleet.plan import FleetPlan, devices_for, gpus_here, gpus_of
+        from gpuinfer.fleet.routing_policies import check_policy_options
         from gpuinfer.fleet.supervisor import Fleet
 
         wanted = self._wanted
+        check_policy_options(wanted.routing, {})
         given = {
             name: GivenValue(value, f"-B launcher_options {name}") for name, value in wanted.launcher_options.items()
         }

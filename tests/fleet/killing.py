@@ -188,9 +188,9 @@ async def main(given: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="killing-") as name:
         folder = Path(name)
         tiny = given.model == "tiny"
-        standin = {"answer_s": given.answer_s}
+        standin = {"answer_s": given.answer_s, "room": 4}
         made = of_tiny(folder, given.replicas) if tiny else programs.fleet(
-            folder, replicas=given.replicas, standin=standin, router_processes=given.routers
+            folder, replicas=given.replicas, standin=standin, router_processes=given.routers, queue=given.queue
         )  # fmt: skip
         async with made as it:
             sizes = (given.replicas, given.requests, given.at_once, given.tokens, given.every, given.seed)
@@ -206,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=5000)
     made.add_argument("--replicas", type=int, default=3)
     made.add_argument("--routers", type=int, default=1)
+    made.add_argument("--queue", choices=["replica", "global"], default="replica")
     made.add_argument("--at-once", type=int, default=24)
     made.add_argument("--tokens", type=int, default=16)
     made.add_argument("--every", type=float, default=1.5, help="seconds between two deeds, on average")

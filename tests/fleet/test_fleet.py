@@ -159,9 +159,12 @@ async def test_replicas_that_are_killed_under_load_take_no_request_with_them(sha
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("given", [{"router_processes": 2}, {"queue": "global"}], ids=["two routers", "global queue"])
 @pytest.mark.parametrize(("seed", "requests"), [(0, 1500), pytest.param(1, 5000, marks=pytest.mark.soak)])
-async def test_no_request_is_lost_while_replicas_are_killed_suspended_and_ended_at_random(tmp_path, seed, requests):
-    async with fleet(tmp_path, replicas=3, router_processes=2, standin={"answer_s": 0.05}) as it:
+async def test_no_request_is_lost_while_replicas_are_killed_suspended_and_ended_at_random(
+    tmp_path, seed, requests, given
+):
+    async with fleet(tmp_path, replicas=3, standin={"answer_s": 0.05, "room": 4}, **given) as it:
         outcome = await drive(it, 3, requests, at_once=24, tokens=16, every_s=2.0, seed=seed)
         assert outcome.failed == []
         assert outcome.wrong == []
