@@ -1,6 +1,7 @@
 """On a CUDA device: the same promises as on the CPU, and what only a CUDA device has."""
 
 import asyncio
+import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,13 +14,16 @@ from torch import nn
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.profiler import Profile
 from gpuinfer.errors import BackendError, UsageError
+from gpuinfer.models.copy_overlap import WINDOW, CopyOverlap
 from gpuinfer.models.device import resolve_device
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.load import build
 from gpuinfer.models.pinned_memory import lies_pinned, register
 from gpuinfer.models.roofline_measurement import measure
+from gpuinfer.stats import Lane
 from gpuinfer.strategies.dynamic import Dynamic
 
 pytestmark = [
@@ -313,3 +317,33 @@ async def test_two_devices_answer_as_one_does():
         found.append(np.concatenate([values for _, values in parts]))
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
     assert set(devices) == {"cuda:0", "cuda:1"}
+
+
+def test_copies_of_one_lane_are_hidden_behind_the_compute_of_another():
+    """With two lanes at work some of them are; with one lane none can be."""
+    shares = {}
+    for lanes in (1, 2):
+        copies = CopyOverlap(lanes)
+        forward = on_cuda(network("blobnet"), chunk_rows=4096, slots=lanes, copies=copies)
+        with ThreadPoolExecutor(lanes) as pool:
+            list(pool.map(lambda seed, ask=forward: ask([positions(4096, seed)]), range(2 * WINDOW)))
+        found = copies.read()["transfers"]
+        assert found["batches"] == WINDOW
+        assert 0 <= found["hidden_s"] <= found["copied_s"]
+        assert found["copied_s"] > 0
+        shares[lanes] = found["hidden_s"] / found["copied_s"]
+    assert shares[1] < 0.01
+    assert shares[2] > shares[1]
+
+
+def test_a_profile_has_the_devices_kernels_and_the_stations(tmp_path):
+    forward, lane = on_cuda(network("blobnet-small"), graphs=False), Lane("forward 0")
+    profile = Profile()
+    profile.start()
+    lane.enter("forward")
+    forward([positions(100)])
+    lane.enter("idle")
+    profile.stop()
+    profile.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"kernel", "cpu_op", "station"} <= {event.get("cat") for event in events}
