@@ -7,7 +7,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from run_router import Answer, Request, Router, Upstream, member, response, routing, until, well
+from run_router import ANSWER, Answer, Request, Router, Upstream, member, response, routing, until, well
 
 from gpuinfer.api import Priority
 from gpuinfer.fleet.router.request_queue import RequestQueue, back_in_front
@@ -140,6 +140,27 @@ async def test_what_a_dead_replica_had_goes_before_all_that_waits_even_where_not
             assert answering.order[1] == had
 
 
+async def test_a_request_that_one_replica_has_refused_waits_for_room_at_another_and_lets_others_go_ahead():
+    """The one that refuses has room all the time: it would be sent there again and again until it is given up."""
+
+    async def refusing(request, writer):
+        writer.write(response(503, b'{"error": {"message": "later"}}') if request.body == b"2" else ANSWER)
+
+    for queue in ("global", "replica"):
+        answering, other = OneByOne(), Upstream(refusing)
+        async with routing(Upstream(answering), other, queue=queue, max_inputs=1, policy="round-robin") as router:
+            first = await sent(router, b"1")
+            await until(lambda answering=answering: answering.order == [b"1"])
+            second = await sent(router, b"2")
+            await until(lambda router=router: router.total(ProcessCell.QUEUED) == 1, "its return to the queue")
+            assert (await router.post(b"3")).status == 200  # the place that it does not want is no obstacle
+            assert [request.body for request in other.asked] == [b"2", b"3"]
+            answering.go.release()
+            answering.go.release()
+            assert [(await task).status for task in (first, second)] == [200, 200]
+            assert answering.order == [b"1", b"2"]
+
+
 async def test_a_request_whose_deadline_passes_while_it_waits_costs_a_replica_nothing():
     answering = OneByOne()
     async with routing(Upstream(answering), queue="global", max_inputs=1) as router:
@@ -226,6 +247,6 @@ def test_the_queue_is_sorted_bounded_and_loses_nothing(asked, limit):
     assert not any(asked[one][2] for one in refused)  # what a replica has had is never refused
     assert sum(not asked[one][2] for one in kept) <= limit
     for one in kept:
-        assert queue.first() == one
+        assert queue.at(0) == one
         assert queue.remove(there[one]) == one
     assert not queue

@@ -241,6 +241,8 @@ class Relay:
             else:
                 self._refuse_unrouted(turned_away)
         self._show_queue()
+        if self._global and queue.keys and not queue.keys[0].fresh:
+            self._wake()  # the first may wait for one replica alone, and there may be room at another
 
     def _refuse_unrouted(self, request: ProxiedRequest) -> None:
         self.count(ProcessCell.UNROUTED)
@@ -269,8 +271,9 @@ class Relay:
     def _send_waiting(self) -> None:
         """Send as many of those that wait, in their order, as replicas have room for."""
         self._woken = False
-        while self._queue:
-            request, usable = self._queue.first(), self.members.usable
+        passed = 0  # requests in front, which wait for a replica that they have not been at
+        while passed < len(self._queue):
+            request, usable = self._queue.at(passed), self.members.usable
             ticket = request.ticket
             assert ticket is not None
             if ticket.deadline <= (now := self.clock()):
@@ -279,10 +282,14 @@ class Relay:
             loads = self._with_room(usable) if self._bounded else usable
             if not loads:
                 return
+            if request.tried:
+                if all(one.member in request.tried for one in usable):
+                    request.tried = ()  # those that it has been at count again when there are no others
+                loads = [one for one in loads if one.member not in request.tried]
+                if not loads:
+                    passed += 1
+                    continue
             self._take_out(ticket)
-            # those that it has been at count again when there are no others
-            request.tried = () if all(one.member in request.tried for one in loads) else request.tried
-            loads = [one for one in loads if one.member not in request.tried]
             if not self._send_to(request, loads, self._bounded):
                 self._wait(request)
                 return

@@ -75,9 +75,9 @@ class RequestQueue(Generic[T]):
         self._items[key] = item
         return turned_away
 
-    def first(self) -> T:
-        """The next to be sent. Only when there is one."""
-        return self._items[self.keys[0]]
+    def at(self, place: int) -> T:
+        """The request at this place; 0: the next to be sent. Only when there is one."""
+        return self._items[self.keys[place]]
 
     def remove(self, key: QueueKey) -> T:
         """Take one out: it is sent, or its client is gone."""

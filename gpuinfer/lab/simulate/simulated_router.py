@@ -90,7 +90,7 @@ class SimulatedRouter:
         """Send what waits as far as there is room. Returns the replicas that have got something."""
         found = []
         while self._queue:
-            ask = self._queue.first()
+            ask = self._queue.at(0)
             if ask.at + ask.timeout <= now:
                 self._take_out(ask)
                 self._refuse(ask, "expired", now)
