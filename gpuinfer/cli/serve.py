@@ -15,6 +15,7 @@ from gpuinfer.cli import flags, output
 from gpuinfer.cli.serve_fleet import ServeFleetOptions, plan_of, run, serve_flags_wanted
 from gpuinfer.errors import UsageError, naming
 from gpuinfer.host import children
+from gpuinfer.host.extras import missing_extra
 from gpuinfer.host.files import write_whole
 from gpuinfer.host.otlp import SIGNALS, Signal
 from gpuinfer.host.terminal import show_status
@@ -77,6 +78,8 @@ def execute(values: Mapping[str, Any]) -> int:
     backend, strategy = described.plugins()
     as_json = own.log_format == "json"
     log_to_people(max(merged.common.verbose, as_json), JsonLogFormatter() if as_json else None)
+    if (problem := missing_extra("serve", "the event loop for many small requests")) is not None:
+        log.info("%s", problem)
     place = place_of(own)
     launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
     routing_options = {key.removeprefix(f"{ROUTING}."): one for key, one in policy_pairs.items()}

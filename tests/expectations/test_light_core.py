@@ -121,11 +121,12 @@ def asked(url, body=None):
 def test_serve_runs_without_any_extra_and_names_the_one_that_a_schema_needs(light, tmp_path):
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     body = {"model": "tiny", "prompt": "a", "max_tokens": 2}
-    with served(light, tmp_path, "--model", "tiny", "-B", "threads=1") as url:
+    with served(light, tmp_path, "--model", "tiny", "-B", "threads=1", "-v") as url:
         status, answer = asked(f"{url}/v1/completions", body)
         assert (status, json.loads(answer)["model"]) == (200, "tiny")
         assert "gpuinfer_requests_total" in asked(f"{url}/metrics")[1]
         status, answer = asked(f"{url}/v1/completions", {**body, "response_format": schema})
+    assert "needs uvloop, which is not installed. Run: pip install 'gpuinfer[serve]'" in (tmp_path / "log").read_text()
     assert status == 400
     assert json.loads(answer)["error"]["message"].endswith("pip install 'gpuinfer[schemas]'")
 
@@ -190,6 +191,16 @@ def test_an_extra_whose_packages_are_installed_is_not_missed(name):
         except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"{text} is not installed here")
     assert extras.missing_modules(name) == []
+
+
+def test_the_one_file_names_the_wheel_for_an_extra_that_it_lacks(monkeypatch):
+    """Nothing can be installed into it."""
+    without(monkeypatch, "pyarrow")
+    monkeypatch.setattr(extras, "one_file", lambda: Path("gpuinfer"))
+    with pytest.raises(
+        UsageError, match=r"which the one file does not bring. Use the wheel: pip install 'gpuinfer\[parq"
+    ):
+        extras.require_extra("parquet", "--output a.parquet")
 
 
 def test_doctor_lists_the_extras_with_their_state(monkeypatch):
