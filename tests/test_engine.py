@@ -430,6 +430,24 @@ async def test_slots_that_come_free_are_filled_though_their_batch_runs_on_and_no
     assert engine.snapshot().notices == ()  # a target says nothing of how long a whole generation takes
 
 
+@virtual
+async def test_slots_that_become_fewer_and_more_are_what_is_filled_and_a_wide_request_goes_when_none_is_taken():
+    class Resizing(Generating):
+        async def start(self, context):
+            self.context = context
+
+    backend = Resizing(Limits(max_rows=8, in_flight=32, slots=8))
+    engine = await started(backend)
+    backend.context.resized(2)
+    tasks = [submit(engine, 1.0, rows=rows) for rows in (1, 1, 1, 4, 1)]
+    assert await outcomes(tasks) == [1.0] * 5
+    assert (backend.most, engine.snapshot().slots) == (4, 2)
+    backend.context.resized(8)
+    tasks = [submit(engine, 1.0) for _ in range(20)]
+    assert await outcomes(tasks) == [1.0] * 20
+    assert (backend.most, engine.snapshot().slots) == (8, 8)
+
+
 # Closing
 
 

@@ -50,6 +50,24 @@ def test_the_router_sends_changes_to_the_supervisor():
     assert frozenset(CHANGES) == KNOWN_BY_THE_ROUTER
 
 
+async def test_memory_that_replicas_give_back_is_added_up_and_one_that_cannot_is_left_out():
+    class Freeing(WeightUpdates):
+        async def _ask(self, worker, path, body):
+            if worker.refuses is not None:
+                raise worker.refuses
+            assert (path, body) == ("/v1/free_memory", {})
+            return {"model": "a", "freed_bytes": 10 * worker.id, "free_bytes": 1000 * worker.id, "freed_pages": 1}
+
+    changes = Freeing("key")
+    workers = [Worker(1), Worker(2), Worker(3, "starting"), Worker(4, refuses=BackendDied("gone"))]
+    told = await changes.free_memory(workers, {"model": None})
+    assert told == {"freed_bytes": 30, "freed_pages": 2, "free_bytes": 1000, "replicas": 2}
+    with pytest.raises(BackendDied, match="gone"):
+        await changes.free_memory(workers[3:], {})
+    with pytest.raises(BackendDied, match="no replica is up"):
+        await changes.free_memory(workers[2:3], {})
+
+
 async def test_one_that_starts_later_has_the_newest_of_each_before_it_serves():
     changes, first, late = Told("key"), Worker(1), Worker(2, "starting")
     for name, version in (("a", "1"), ("b", "1"), ("a", "2"), (None, "w1")):

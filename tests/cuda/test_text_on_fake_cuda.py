@@ -28,6 +28,7 @@ from gpuinfer.text.diffusion import torch_scores
 from gpuinfer.text.diffusion.scoring import Asked, Scorer, guided
 from gpuinfer.text.generator import open_generator
 from gpuinfer.text.generator.fault_isolation import FaultIsolation
+from gpuinfer.text.generator.memory_fitting import MemoryFitter
 from gpuinfer.text.text_options import TorchModelOptions
 
 UPLOADS = "text/decoder/torch_batch.py Uploads.room"  # until the copy before is over
@@ -60,6 +61,26 @@ def prompts_with(**sampling):
         Prompt(text=text, key=text, samples=samples, sampling=Sampling(max_tokens=5, ignore_eos=True, **sampling))
         for text, samples in (("x", 2), (LONG, 1), (LONG + "again", 1))
     ]
+
+
+@pytest.mark.thorough
+def test_a_cache_is_made_anew_in_another_size_while_the_device_is_short_of_memory(cuda):
+    generator, device = opened(deterministic=True), {"free": 8 << 30}
+    fitter = MemoryFitter(generator, lambda: device["free"], keep_free=4 << 30, min_slots=2)
+    assert not generator.decoder.pages_go_back
+    pages = generator.decoder.pages
+    assert len(finished(run(generator, prompts_with(temperature=0.0)))) == 4
+    device["free"] = 0
+    assert fitter.is_due
+    assert fitter.fit()
+    assert (generator.decoder.pages, fitter.counted()["slots"]) == (fitter.bounds.pages[0], 2)
+    assert generator.decoder.pages < pages
+    assert len(finished(run(generator, prompts_with(temperature=0.0)))) == 4
+    device["free"] = 8 << 30
+    assert fitter.fit()
+    assert (generator.decoder.pages, fitter.counted()["slots"]) == (pages, 4)
+    assert len(finished(run(generator, prompts_with(temperature=0.0)))) == 4
+    generator.close()
 
 
 @pytest.mark.sample
