@@ -329,6 +329,7 @@ def _stats(served: ServedModels) -> Handler:
         one = next((one for one in served.services if exchange.query.get("model") in one.names), None)
         snapshot = served.session.snapshot() if one is None else one.session.own.snapshot()
         if exchange.query.get("form") == "wire":
+            exchange.routine = True  # a fleet's supervisor asks each second
             exchange.respond(200, msgspec.msgpack.encode(snapshot.to_wire()), "application/msgpack")
             return
         about = {**served.told(), "http": served.http_counts()}

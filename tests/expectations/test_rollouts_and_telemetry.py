@@ -314,6 +314,8 @@ async def test_spans_of_replicas_are_below_the_routers_attempts_also_of_those_th
             await until_in_time(lambda: it.process.poll() is not None, "the end, when all is exported")
     own = [span for _, span in received.spans if plain(span.attributes).get("gpuinfer.attempts")]
     traces = received.traces()
+    paths = {plain(record.attributes).get("url.path") for _, record in received.logs}
+    assert paths <= {None, "/v1/completions"}, "what the supervisor asks of replicas is no request of anybody"
     assert len({one.trace_id for one in own}) == len(own) == len(traces) == len(asking)
     repeated = resumed = 0
     for one in own:
