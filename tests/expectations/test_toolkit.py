@@ -364,18 +364,9 @@ def test_a_server_answers_with_a_profile_to_the_admin_key_alone_one_at_a_time(tm
 
 def test_the_share_of_copies_hidden_behind_compute_is_in_the_report_and_the_panel(tmp_path):
     """Of a run on the CPU, which copies nothing, it is null; the events of a device are in tests/cuda."""
-    words = [
-        "gpuinfer",
-        "selfplay",
-        "--games",
-        "8",
-        "--model",
-        "blobnet-small",
-        "--no-roofline",
-        "--quiet",
-        "--no-trial",
-    ]
-    done = forking.run([*words, "--json", "report.json"], tmp_path, forking.own_environment(), WAIT_S)
+    words = ["gpuinfer", "generate", "--model", "tiny", "--prompt", "one", "--max-new-tokens", "4", "--no-roofline"]
+    words += ["--quiet", "--no-trial", "--json", "report.json"]
+    done = forking.run(words, tmp_path, forking.own_environment(), WAIT_S)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "report.json").read_text())
     assert made["device"]["copies_hidden"] is None
