@@ -11,6 +11,7 @@ import enum
 import hashlib
 import math
 import random
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -569,6 +570,9 @@ class RoutedRequest:
     affinity: bytes | None = None
 
 
+_WHY = re.compile(r"[ -:<-~]{0,100}")
+
+
 class RoutingChoice(NamedTuple):
     """`why` is short, such as `least-loaded 3<5`: answers carry it in a header. Printable ASCII without semicolons, at
     most 100 characters.
@@ -576,6 +580,14 @@ class RoutingChoice(NamedTuple):
 
     load: ReplicaLoad
     why: str
+
+    def fault(self, loads: Sequence[ReplicaLoad]) -> str | None:
+        """Why it is no choice of these; None: it is one."""
+        if self.load not in loads:
+            return "that is none of the replicas"
+        if type(self.why) is not str or not _WHY.fullmatch(self.why):
+            return "its reason is no line of at most 100 ASCII characters without semicolons"
+        return None
 
 
 class RoutingPolicy(Plugin, ABC):

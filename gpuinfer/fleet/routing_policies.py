@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -158,8 +157,6 @@ BUILT_IN: Mapping[str, type[RoutingPolicy]] = {
     "round-robin": RoundRobin,
     "random": Random,
 }
-LONGEST_WHY = 100
-FITS = re.compile(rf"[ -:<-~]{{0,{LONGEST_WHY}}}")  # into a header whose parts are set apart by semicolons
 KIND = "routing"
 
 
@@ -207,28 +204,16 @@ class PolicyGuard:
             choice = self.policy.choose(loads, asking)
             if type(choice) is RoutingChoice and choice[0] in loads and choice[1] in self._reasons:
                 return choice  # type: ignore[return-value]
-            wrong = self._fault_of(choice, loads)
+            wrong = choice.fault(loads) if isinstance(choice, RoutingChoice) else "that is no RoutingChoice"
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
             fault = blame.raised_by(self.policy, "choose", error)
         else:
             if wrong is None:
+                if len(self._reasons) >= MOST_KEPT:
+                    self._reasons.clear()
+                self._reasons.add(choice.why)
                 return choice  # type: ignore[return-value]
             fault = blame.failure(self.policy, f"choose returned {repr(choice)[:80]}, and {wrong}")
         self._on_fault(f"{fault} The least loaded replica is taken in its place.")
         found: Any = self._fallback.choose(loads, asking)
         return found.load, f"fallback {found.why}"
-
-    def _fault_of(self, choice: Any, loads: Sequence[ReplicaLoad]) -> str | None:
-        if not isinstance(choice, RoutingChoice):
-            return "that is no RoutingChoice"
-        load, why = choice
-        if load not in loads:
-            return "that is none of the replicas"
-        if not (
-            type(why) is str and why.isascii() and why.isprintable() and len(why) <= LONGEST_WHY and ";" not in why
-        ):
-            return f"its reason is no line of at most {LONGEST_WHY} ASCII characters without semicolons"
-        if len(self._reasons) >= MOST_KEPT:
-            self._reasons.clear()
-        self._reasons.add(why)
-        return None

@@ -6,8 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from gpuinfer.api import ReplicaLoad, RoutedRequest, RoutingPolicy, Setup
-from gpuinfer.fleet.routing_policies import PolicyGuard
+from gpuinfer.api import ReplicaLoad, RoutedRequest, RoutingChoice, RoutingPolicy, Setup
 from gpuinfer.testing.findings import Examination, Finding, check_build, check_options, run_bounded
 
 ONE_OF = "chooses one of the replicas, and says why"
@@ -57,12 +56,12 @@ def fleets(seed: int = 0) -> Iterator[tuple[str, list[ReplicaLoad], RoutedReques
 
 
 def _fault_of_choices(make: Make) -> str | None:
-    faults: list[str] = []
-    guard = PolicyGuard(make(), faults.append)
+    policy = make()
     for case, loads, asking in fleets():
-        guard.choose(tuple(loads), asking)
-        if faults:
-            return f"{case}: {faults[0]}"
+        choice = policy.choose(tuple(loads), asking)
+        fault = choice.fault(loads) if isinstance(choice, RoutingChoice) else "that is no RoutingChoice"
+        if fault is not None:
+            return f"{case}: it chose {repr(choice)[:80]}, and {fault}. Return RoutingChoice(load, why)."
     return None
 
 
