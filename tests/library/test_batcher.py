@@ -850,7 +850,7 @@ def test_a_deterministic_answer_has_the_same_bits_in_any_company():
 def test_an_option_of_compiling_compiles(monkeypatch):
     compiled = []
 
-    def compile_eagerly(module):
+    def compile_eagerly(module, mode=None):
         class OptimizedModule(nn.Module):
             def forward(self, rows):
                 compiled.append(len(rows))
@@ -863,7 +863,7 @@ def test_an_option_of_compiling_compiles(monkeypatch):
         for rows in (5, 20, 17):
             assert batcher.predict_batch(torch.zeros(rows, 3)).shape == (rows, 2)
     assert compiled == [16, 16, 16, 32, 32]  # after two that tried it
-    monkeypatch.setattr(torch, "compile", lambda module: nn.Flatten(9))
+    monkeypatch.setattr(torch, "compile", lambda module, mode: nn.Flatten(9))
     with (
         pytest.raises(
             UsageError, match=r"cannot compile model 'Linear' here: IndexError: Dimension out of range .* Leave compile"

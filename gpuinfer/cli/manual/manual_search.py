@@ -25,6 +25,7 @@ RANKS = {
     "questions": 1.3,
 }  # pages for people who know the guides count less; the page for newcomers counts more
 FLAG_RANKS = {"reference/": 2.0}  # the reference describes each flag
+COMMAND_RANK = 1.3  # of the section of a command whose name is the query
 NEAR, NEARER = 0.7, 0.8  # likeness of words: to be offered, to be searched instead
 OFFERED = 5
 LETTERS = 3  # of a word that is taken for the beginning of another
@@ -74,11 +75,14 @@ def search(pages: Iterable[ManualPage], query: str) -> FoundSection:
             having[instead.get(word, word)] = found
     index.close()
     ranks = FLAG_RANKS if any(word.startswith("-") for word in having) else RANKS
+    command = f"gpuinfer {' '.join(words)}"
     totals: dict[int, float] = {}
     for number in {number for found in having.values() for number in found}:
         scores = [found[number] for found in having.values() if number in found]
         page = sections[number].page
         rank = next((rank for beginning, rank in ranks.items() if page.startswith(beginning)), 1.0)
+        if sections[number].headings[-1] == command:
+            rank = COMMAND_RANK
         totals[number] = sum(scores) * (len(scores) / len(having)) ** 3 * rank
     best = sorted(totals, key=lambda number: (-totals[number], number))
     return FoundSection([sections[number] for number in best], tuple(having), instead, unknown)
