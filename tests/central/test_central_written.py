@@ -30,7 +30,9 @@ ROWS = (3, 1, 7, 5)
 @pytest.fixture(scope="module", params=["tensor", "dict"])
 def opened(request):
     spec = ModelSpec("models:faulty", inputs=FEATURES, arguments={"shape": request.param})
-    tuning = SimpleNamespace(max_rows=64, in_flight=1, chunk_rows=None, threads=1, compile=False, graphs=True, compute="auto")
+    tuning = SimpleNamespace(
+        max_rows=64, in_flight=1, chunk_rows=None, threads=1, compile=False, graphs=True, compute="auto"
+    )
     return open_model(spec, Setup(model=spec, devices=("cpu",)), tuning)
 
 
