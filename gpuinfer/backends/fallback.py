@@ -37,7 +37,6 @@ from gpuinfer.stats import Snapshot
 from gpuinfer.text.answer_frames import DeliveredAnswer
 
 log = logging.getLogger(__name__)
-
 MOST_WAITING = 1 << 20  # rows: the workload was promised no bound here, the server's queue had one
 OF_A_SERVER = ("threads", "in_flight")  # options that are said of the one server, and are no worker's
 
@@ -114,7 +113,7 @@ def with_fallback(primary: Backend, called: str, name: str, kind: type[Backend],
 
 
 class FallbackBackend(Backend):
-    """A remote backend, and another in this process once that is lost."""
+    """A remote backend, and one in this process once that is lost."""
 
     remote = True
 
@@ -134,8 +133,8 @@ class FallbackBackend(Backend):
         self._changes: list[WeightsChange] = list(plan.changes)
         self._at_start: tuple[str, ...] = ()
         self._clients: set[Hashable] = set()
-        self._asked: dict[Request, asyncio.Task[None]] = {}  # here
-        self._asked_again = 0  # requests that the server had been sent and never answered
+        self._under_way: dict[Request, asyncio.Task[None]] = {}  # submitted in this process
+        self._resubmitted = 0  # requests that the server had been sent and never answered
 
     @property
     def acts_for(self) -> type[Backend]:
@@ -229,13 +228,13 @@ class FallbackBackend(Backend):
                         yield event
             except BackendDied as error:
                 self._lose(error)
-            self._asked_again += len(left)
+            self._resubmitted += len(left)
         if left:
             async for event in self._stream_here(tuple(left), delivered):
                 yield event
 
     def cancel(self, request: Request) -> None:
-        if (task := self._asked.get(request)) is not None:
+        if (task := self._under_way.get(request)) is not None:
             task.cancel()
         self._primary.cancel(request)
 
@@ -244,9 +243,10 @@ class FallbackBackend(Backend):
     ) -> AsyncIterator[Event]:
         events: asyncio.Queue[Event] = asyncio.Queue()
         tasks = {
-            request: asyncio.ensure_future(self._ask(request, delivered.get(request), events)) for request in batch
+            request: asyncio.ensure_future(self._submit_here(request, delivered.get(request), events))
+            for request in batch
         }
-        self._asked |= tasks
+        self._under_way |= tasks
         try:
             left = len(batch)
             while left:
@@ -256,9 +256,9 @@ class FallbackBackend(Backend):
         finally:
             for request, task in tasks.items():
                 task.cancel()
-                self._asked.pop(request, None)
+                self._under_way.pop(request, None)
 
-    async def _ask(self, request: Request, had: DeliveredAnswer | None, events: asyncio.Queue[Event]) -> None:
+    async def _submit_here(self, request: Request, had: DeliveredAnswer | None, events: asyncio.Queue[Event]) -> None:
         """One request from here to its last event; cancelling the task cancels the request."""
 
         def passed_on(part: Part) -> None:
@@ -297,7 +297,7 @@ class FallbackBackend(Backend):
         )
 
     async def _local(self, cause: BackendDied | None) -> Engine:
-        """The engine over the backend of this process, which the first who needs it opens. Raises `BackendDied`."""
+        """The engine over the backend of this process, opened when first needed. Raises `BackendDied`."""
         if self._cause is None and cause is not None:
             self._lose(cause)
         if self._failed is not None:
@@ -337,7 +337,7 @@ class FallbackBackend(Backend):
             "batches": sum(counted.batches.values()),
         }
         device = {} if self._engine is None else dict(self._engine.backend.device())
-        errors = {"retried": self._asked_again}
+        errors = {"retried": self._resubmitted}
         return replace(counted, fallback={self._plan.name: line}, errors=errors, device=device).to_wire()
 
     @property

@@ -1,4 +1,4 @@
-"""A network of rows asked in several ways: the module alone with one row at a time is the reference; then rows in one
+"""A network of rows in several ways: the module alone with one row at a time is the reference; then rows in one
 batch, and by the ways of a run: in the process itself, through the central server and through a fleet.
 
 The page is a table: the largest difference of each output (policy and value of a network for a game), and how many rows
@@ -194,7 +194,7 @@ def in_pieces(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def rows_of(options: VerifyOptions, spec: ModelSpec, seed: int) -> NDArray[Any]:
-    """What the model is asked, [rows, features]: of --rows the first, else zeros and ones that are drawn.
+    """The rows for the model, [rows, features]: of --rows the first, else zeros and ones that are drawn.
 
     Raises `UsageError` for a file of other rows than the model's.
     """
@@ -272,18 +272,18 @@ def answers_through(
     these `options`.
     """
     setup = replace(setup, model=spec)
-    asking = RowsAsked(setup, spec, rows, sizes)
+    requests = RowsRequests(setup, spec, rows, sizes)
     kind, strategy = registry.load("backends", backend), registry.load("strategies", STRATEGY)
-    report = run(asking, kind(setup, **options), strategy(setup), roofline=False)
+    report = run(requests, kind(setup, **options), strategy(setup), roofline=False)
     if report["status"] != "done":
         raise KeyboardInterrupt
-    if len(asking.answers) != len(sizes):
-        raise WorkerDied("the process that asked was killed (out of memory?). Try a smaller model.")
-    return asking.answers
+    if len(requests.answers) != len(sizes):
+        raise WorkerDied("the process that requested them was killed (out of memory?). Try a smaller model.")
+    return requests.answers
 
 
-class RowsAsked(Workload):
-    """Asks for the rows in a worker process, once for each of `sizes`, and keeps the answers."""
+class RowsRequests(Workload):
+    """Requests the rows in a worker process, once for each of `sizes`, and keeps the answers."""
 
     def __init__(self, setup: Setup, spec: ModelSpec, rows: NDArray[Any], sizes: Sequence[Sequence[int]]) -> None:
         super().__init__(setup)
@@ -302,7 +302,7 @@ class RowsAsked(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         yield Progress(0, len(self._sizes), "ways", setup=True)
-        async with infer.workers(f"{__name__}:ask_rows", [self._arguments]) as workers:
+        async with infer.workers(f"{__name__}:request_rows", [self._arguments]) as workers:
             async for _, message in workers:
                 if message is not None:
                     parts = zip(message["answers"], message["shapes"], strict=True)
@@ -310,7 +310,7 @@ class RowsAsked(Workload):
                     yield Progress(len(self.answers), len(self._sizes), "ways")
 
 
-async def ask_rows(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
+async def request_rows(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
     """The worker: a message for each of the `sizes`, with the outputs of all rows."""
     spec = ModelSpec(**arguments["spec"])
     limits = await infer.ready()
@@ -318,8 +318,8 @@ async def ask_rows(infer: Infer, channel: Channel, arguments: Mapping[str, Any])
     for sizes in arguments["sizes"]:
         pieces = parity.cut(sizes, limits.max_rows)
         parts = np.split(parity.packed(rows, spec), np.cumsum(pieces)[:-1])
-        asked = [infer(part, rows=len(part)) for part in parity.some_in_place(infer, parts)]
-        answers = [list(map(np.copy, parity.arrays(answer))) for answer in await asyncio.gather(*asked)]
+        pending = [infer(part, rows=len(part)) for part in parity.some_in_place(infer, parts)]
+        answers = [list(map(np.copy, parity.arrays(answer))) for answer in await asyncio.gather(*pending)]
         outputs = [np.concatenate(column) for column in zip(*answers, strict=True)]
         shapes = [list(output.shape) for output in outputs]
         await channel.send({"answers": [output.tobytes() for output in outputs], "shapes": shapes})
