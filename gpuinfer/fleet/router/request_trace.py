@@ -107,7 +107,12 @@ class RequestTrace:
     ) -> None:
         """`finished`: where finished spans go; None: the trace is not sampled."""
         self._finished, self._trace, self._parent = finished, trace, parent
-        self._id, self._began_ns = new_span_id(), time.time_ns()
+        self._id, self._lines = new_span_id(), head.untraced
+        self.attempts = 0
+        self._attempt_id = b""
+        if finished is None:
+            return
+        self._began_ns = time.time_ns()
         path = head.target.partition(b"?")[0].decode("latin-1")
         method = head.method.decode()
         self._name = f"{method} {path}"
@@ -116,9 +121,7 @@ class RequestTrace:
             "url.path": path,
             "gpuinfer.request_id": request_id.decode("latin-1"),
         }
-        self._lines = head.untraced
-        self.attempts = 0
-        self._attempt_id, self._attempt_began_ns, self._attempt_error = b"", 0, ""
+        self._attempt_began_ns, self._attempt_error = 0, ""
         self._attempt_attributes: dict[str, str | int] = {}
 
     @property
@@ -139,6 +142,8 @@ class RequestTrace:
 
     def attempt(self, replica: RoutedReplica, reason: str, resumed: bool) -> None:
         """The request goes to this replica. `resumed`: to continue a stream that another one has begun."""
+        if self._finished is None:
+            return
         self._attempt_id, self._attempt_began_ns, self._attempt_error = new_span_id(), time.time_ns(), ""
         member = replica.fleet_member
         self._attempt_attributes = {
@@ -155,12 +160,16 @@ class RequestTrace:
 
     def answered(self, status: int) -> None:
         """The attempt's replica has answered with this HTTP status."""
+        if self._finished is None:
+            return
         self._attempt_attributes["http.response.status_code"] = status
         if status >= 500:
             self.failed(str(status))
 
     def failed(self, kind: str) -> None:
         """The attempt has failed: `reset`, `refused`, `timeout`, `broken`, or the status that says to try again."""
+        if self._finished is None:
+            return
         self._attempt_error = kind
         self._attempt_attributes["error.type"] = kind
 
