@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from gpuinfer.api import (
 )
 from gpuinfer.central.protocol import WeightsChange, changes_to_replay
 from gpuinfer.engine.engine import Engine
-from gpuinfer.errors import BackendDied, GpuinferError, UsageError
+from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.generation import Part
+from gpuinfer.host import error_text
 from gpuinfer.stats import Snapshot
 from gpuinfer.text.answer_frames import DeliveredAnswer
 
@@ -133,7 +135,7 @@ class FallbackBackend(Backend):
         self._changes: list[WeightsChange] = list(plan.changes)
         self._at_start: tuple[str, ...] = ()
         self._clients: set[Hashable] = set()
-        self._under_way: dict[Request, asyncio.Task[None]] = {}  # submitted in this process
+        self._under_way: dict[Request, asyncio.Task[Event]] = {}  # submitted in this process
         self._resubmitted = 0  # requests that the server had been sent and never answered
 
     @property
@@ -242,10 +244,16 @@ class FallbackBackend(Backend):
         self, batch: Sequence[Request], delivered: Mapping[Request, DeliveredAnswer]
     ) -> AsyncIterator[Event]:
         events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def ended(request: Request, task: asyncio.Task[Event]) -> None:
+            events.put_nowait(Event(request, error=_cancelled()) if task.cancelled() else task.result())
+
         tasks = {
             request: asyncio.ensure_future(self._submit_here(request, delivered.get(request), events))
             for request in batch
         }
+        for request, task in tasks.items():
+            task.add_done_callback(partial(ended, request))
         self._under_way |= tasks
         try:
             left = len(batch)
@@ -258,8 +266,8 @@ class FallbackBackend(Backend):
                 task.cancel()
                 self._under_way.pop(request, None)
 
-    async def _submit_here(self, request: Request, had: DeliveredAnswer | None, events: asyncio.Queue[Event]) -> None:
-        """One request from here to its last event; cancelling the task cancels the request."""
+    async def _submit_here(self, request: Request, had: DeliveredAnswer | None, events: asyncio.Queue[Event]) -> Event:
+        """One request from here to its last event, which is returned; cancelling the task cancels the request."""
 
         def passed_on(part: Part) -> None:
             if had is None or had.fresh(part) is not None:
@@ -279,9 +287,9 @@ class FallbackBackend(Backend):
                 client=client,
                 on_part=passed_on if request.parts else None,
             )
-            events.put_nowait(Event(request, value))
-        except GpuinferError as error:
-            events.put_nowait(Event(request, error=error))
+        except Exception as error:  # noqa: BLE001 (whatever it is, no request may wait for ever)
+            return Event(request, error=error)
+        return Event(request, value)
 
     # The backend of this process
 
@@ -307,14 +315,20 @@ class FallbackBackend(Backend):
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> Engine:
+        engine: Engine | None = None
         try:
             backend = await asyncio.to_thread(self._plan.make)
             engine = Engine(backend, self._strategy(), max_queue_rows=MOST_WAITING)
             await engine.start(self._context.roofline)
             for change in self._changes:
                 await _apply(engine, change)
-        except GpuinferError as error:
-            self._failed = BackendDied(f"{self._cause}\n--fallback {self._plan.name} cannot take its place: {error}")
+        except BaseException as error:
+            if engine is not None:
+                await engine.close(drain=False)
+            if not isinstance(error, Exception):
+                raise
+            why = str(error) if isinstance(error, GpuinferError) else error_text.short_message(error)
+            self._failed = BackendDied(f"{self._cause}\n--fallback {self._plan.name} cannot take its place: {why}")
             raise self._failed from error
         self._engine = engine
         return engine
@@ -380,6 +394,10 @@ class FallbackBackend(Backend):
             if not opening.cancelled() and opening.exception() is None:
                 await opening.result().close(drain=False)
         await self._primary.close()
+
+
+def _cancelled() -> Closed:
+    return Closed("this request was cancelled.")
 
 
 async def _apply(serving: Backend | Engine, change: WeightsChange) -> None:
