@@ -162,7 +162,7 @@ SIZED = {"inputs": FEATURES, "input_dtype": "float32"}
 TUNING = InProcess.Options(threads=1).model_dump(mode="json")
 
 
-@pytest.mark.parametrize("segments", [None, 2])
+@pytest.mark.parametrize("segments", [pytest.param(None, marks=pytest.mark.thorough), 2])
 def test_training_is_estimated_near_the_tensors_that_a_real_step_holds_at_its_peak(segments):
     spec = ModelSpec("blobnet", None, 96, "uint8", {"actions": 40, "seats": 4})
     setup, device, rows = Setup(model=spec, devices=("cpu",)), torch.device("cpu"), 1024
