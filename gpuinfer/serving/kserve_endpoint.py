@@ -263,9 +263,11 @@ class KServeModel:
             prompts = [text.decode() for text in texts]
         except UnicodeDecodeError:
             raise BadRequest(f"an element of '{TEXT_INPUT}' is not UTF-8. Send texts.", "inputs") from None
-        if self._reader is None:  # the defaults are known once the model is loaded
-            self._reader = RequestReader(PromptDefaults(self._service.usual(USUAL[URL])))
-        each = self._reader.read_all(encode({**own, "prompt": prompts}), URL, MOST_PROMPTS)
+        reader = self._reader
+        if reader is None:  # the defaults are known once the model is loaded
+            reader = self._reader = RequestReader(PromptDefaults(self._service.usual(USUAL[URL])))
+        body = encode({**own, "prompt": prompts})
+        each = await self._service.decoded(lambda body: reader.read_all(body, URL, MOST_PROMPTS), body)
         adapter = self._service.adapter_of(exchange.parameters["model"])
         for one in each:
             check_request(one.prompt, self._service.widest)

@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Raw, Struct, UnsetType
 from numpy.typing import NDArray
 
+from gpuinfer.http.parser import LENGTH_DIGITS
 from gpuinfer.serving.layout_reader import values_decoder
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 
@@ -39,6 +40,7 @@ DTYPES: Mapping[str, str] = {
 """The protocol's datatypes of numbers → NumPy's names."""
 DATATYPES: Mapping[str, str] = {dtype: datatype for datatype, dtype in DTYPES.items()}
 MOST_DIMENSIONS = 16
+MOST_VALUES = 1 << 40  # elements of one tensor
 MOST_TEXTS = 1 << 16  # elements of one tensor of BYTES
 MEMORY = "shared_memory_region"
 PRIORITY, TIMEOUT, BINARY_OUTPUT = "priority", "timeout", "binary_data_output"
@@ -102,7 +104,8 @@ def read_infer_request(body: bytes, header_length: str | None) -> InferRequest:
     """Arrays of binary tensors are views of `body`. Raises `BadRequest`."""
     header, data = body, memoryview(b"")
     if header_length is not None:
-        if not (header_length.isascii() and header_length.isdecimal() and int(header_length) <= len(body)):
+        plain = header_length.isascii() and header_length.isdecimal() and len(header_length) <= LENGTH_DIGITS
+        if not plain or int(header_length) > len(body):
             raise BadRequest(f"{HEADER_LENGTH} is no number of bytes up to the body's {len(body):,}. Correct it.")
         header, data = body[: int(header_length)], memoryview(body)[int(header_length) :]
     try:
@@ -145,7 +148,8 @@ def refuse_parameters(parameters: Mapping[str, Any], known: Sequence[str], where
 
 def _count(one: InferInput) -> int:
     """The elements of a tensor of this shape. Raises `BadRequest` for what is no shape."""
-    if len(one.shape) > MOST_DIMENSIONS or not all(0 <= size < 1 << 40 for size in one.shape):
+    sizes = [max(1, size) for size in one.shape]  # NumPy has no array of 0 × so many either
+    if len(sizes) > MOST_DIMENSIONS or min(one.shape, default=0) < 0 or math.prod(sizes) > MOST_VALUES:
         raise BadRequest(f"input '{one.name[:40]}' has a shape that is none. Give its sizes, rows first.", "inputs")
     return math.prod(one.shape)
 
@@ -157,8 +161,9 @@ def _dtype(one: InferInput) -> np.dtype[Any]:
     return np.dtype(DTYPES[one.datatype]).newbyteorder("<")
 
 
-def _unlike(one: InferInput, found: int, what: str = "values") -> BadRequest:
-    count = _count(one)
+def _unlike(one: InferInput, found: int, of_each: int = 0) -> BadRequest:
+    """`of_each`: bytes of each value, where `found` is of bytes."""
+    count, what = _count(one) * (of_each or 1), "bytes" if of_each else "values"
     why = f"input '{one.name[:40]}' of shape {one.shape} is {count:,} {what}, and {found:,} came. Send as many."
     return BadRequest(why, "inputs")
 
@@ -190,8 +195,11 @@ def _from_json(one: InferInput) -> Tensor:
     if array is None:
         why = f"`data` of input '{one.name[:40]}': {fault}. Send {one.datatype} values, flat or nested as its shape."
         raise BadRequest(why, "inputs")
-    if array.size != count or (array.ndim > 1 and list(array.shape) != one.shape):
+    if array.size != count:
         raise _unlike(one, array.size)
+    if array.ndim > 1 and list(array.shape) != one.shape:
+        why = f"`data` of input '{one.name[:40]}' is nested as {list(array.shape)}, and its shape is {one.shape}."
+        raise BadRequest(f"{why} Nest it so, or send it flat.", "inputs")
     return array.reshape(one.shape)
 
 
@@ -201,17 +209,13 @@ def _from_bytes(one: InferInput, data: memoryview) -> Tensor:
         return _elements(one, data, count)
     dtype = _dtype(one)
     if len(data) != count * dtype.itemsize:
-        raise _unlike(_in_bytes(one, dtype), len(data), "bytes")
+        raise _unlike(one, len(data), dtype.itemsize)
     array: NDArray[Any] = np.frombuffer(data, dtype)
     if dtype == np.bool_:
         array = array.view(np.uint8) != 0  # any other byte is no value of a bool
     elif not array.flags.aligned:  # the JSON before it has any length
         array = array.copy()
     return array.reshape(one.shape)
-
-
-def _in_bytes(one: InferInput, dtype: np.dtype[Any]) -> InferInput:
-    return msgspec.structs.replace(one, shape=[*one.shape, dtype.itemsize])
 
 
 def _elements(one: InferInput, data: memoryview, count: int) -> list[bytes]:

@@ -93,16 +93,24 @@ BAD: list[tuple[Any, str, int | None]] = [
     ([], "object", None),
     ({"inputs": [X]}, "neither `data` nor", None),
     ({"inputs": [{**X, "data": [1]}]}, "2 values, and 1 came", None),
-    ({"inputs": [{**X, "shape": [2, 1], "data": [[1, 2]]}]}, "2 values, and 2 came", None),
+    ({"inputs": [{**X, "shape": [2, 1], "data": [[1, 2]]}]}, "nested as [1, 2], and its shape is [2, 1]", None),
     ({"inputs": [{**X, "data": ["a", "b"]}]}, "FP32 values", None),
     ({"inputs": [{**X, "datatype": "INT8", "data": [1, 300]}]}, "INT8 values", None),
     ({"inputs": [{**X, "datatype": "FP8", "data": [1, 2]}]}, "of FP8", None),
     ({"inputs": [{**X, "shape": [-2], "data": [1, 2]}]}, "a shape that is none", None),
+    ({"inputs": [{**X, "shape": [1 << 50], "data": [1, 2]}]}, "a shape that is none", None),
+    ({"inputs": [{**X, "shape": [1 << 80], "data": [1, 2]}]}, "a shape that is none", None),
+    ({"inputs": [{**X, "shape": [0, 1 << 39, 1 << 39], "data": []}]}, "a shape that is none", None),
+    (
+        {"inputs": [{**X, "shape": [0, 1 << 39, 1 << 39], "parameters": {"binary_data_size": 0}}]},
+        "a shape that is none",
+        0,
+    ),
     ({"inputs": [{**X, "data": [1, 2]}] * 2}, "two inputs", None),
     ({"inputs": [{**X, "data": [1, 2], "parameters": {"shared_memory_region": "m"}}]}, "shared memory", None),
     ({"inputs": [{**X, "data": [1, 2], "parameters": {"odd": 1}}]}, "'odd'", None),
     ({"inputs": [{**X, "parameters": {"binary_data_size": 8}}]}, "0 are left", None),
-    ({"inputs": [{**X, "parameters": {"binary_data_size": 4}}]}, "8 bytes, and 4 came", 4),
+    ({"inputs": [{**X, "parameters": {"binary_data_size": 4}}]}, "of shape [2] is 8 bytes, and 4 came", 4),
     ({"inputs": [{**X, "parameters": {"binary_data_size": -1}}]}, "binary_data_size", 4),
     ({"inputs": [{**X, "parameters": {"binary_data_size": "8"}}]}, "binary_data_size", 8),
     ({"inputs": [{**X, "data": [1, 2], "parameters": {"binary_data_size": 8}}]}, "both", 8),
@@ -121,7 +129,7 @@ def test_what_is_malformed_is_refused(asked, why, extra):
     assert why in str(told.value)
 
 
-@pytest.mark.parametrize("length", ["", "-1", "x", "1000", "٣"])
+@pytest.mark.parametrize("length", ["", "-1", "x", "1000", "٣", pytest.param("9" * 5000, id="5000 digits")])
 def test_a_length_of_the_json_that_is_none_is_refused(length):
     with pytest.raises(BadRequest, match="Inference-Header-Content-Length"):
         read_infer_request(b'{"inputs": []}', length)
