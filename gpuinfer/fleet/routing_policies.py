@@ -150,21 +150,12 @@ class Sticky(RoutingPolicy):
 
 
 DEFAULT_POLICY = "least-loaded"
-BUILT_IN: Mapping[str, type[RoutingPolicy]] = {
-    DEFAULT_POLICY: LeastLoaded,
-    "power-of-two": PowerOfTwo,
-    "sticky": Sticky,
-    "round-robin": RoundRobin,
-    "random": Random,
-}
+
 KIND = "routing"
 
 
 def policy_class(name: str) -> type[RoutingPolicy]:
     """The policy of this name. Raises `UnknownName` and `PluginError`."""
-    stale = not any(record.place == registry.BUILT_IN for record in registry.listing(KIND))
-    if stale and name in BUILT_IN:  # a checkout whose installed metadata is older than its code
-        return BUILT_IN[name]
     found: type[RoutingPolicy] = registry.load(KIND, name)
     return found
 
