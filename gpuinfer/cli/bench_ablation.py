@@ -19,7 +19,7 @@ from gpuinfer.cli.bench_generators import (
     drawn_or_given,
     named_model,
     refuse_long_prompts,
-    spelled,
+    spelled_generation,
 )
 from gpuinfer.cli.comparison_end import concluded, logs_folder, printer
 from gpuinfer.cli.comparison_progress import interruptible
@@ -104,7 +104,7 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
         dtype=common.dtype,
         options=options,
         batch_size=sizes[0],
-        alike=ablation.alike(prompts, sequences),
+        alike=ablation.shared_beginning(prompts, sequences),
     )
     order = {
         "model": spec.name,
@@ -118,7 +118,7 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
         "rows": sizes[0],
         "length": prompts.longest + new_tokens,
     }
-    parts = ablation.parts_of(facts)
+    parts = ablation.optimization_parts(facts)
     amounts = {
         "batch-sizes": own["batch_sizes"],
         "new-tokens": own["new_tokens"],
@@ -126,6 +126,6 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
     }
     said = "".join(f" --{name} {amount}" for name, amount in amounts.items() if amount is not None)
     prompted = f" --prompts {own['prompts']}" if own["prompts"] else ""
-    command = f"gpuinfer bench generate{spelled(values)}{prompted}{said} --repeats {repeats} --ablate"
+    command = f"gpuinfer bench generate{spelled_generation(values)}{prompted}{said} --repeats {repeats} --ablate"
     setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed)
     return ablation.Ablation(order, parts, prompts, sizes[0], sequences, new_tokens, setup, sys.executable, command)

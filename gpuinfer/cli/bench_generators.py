@@ -145,7 +145,7 @@ def _work(
         arguments=spec.arguments,
         unmasking=unmasking,
         pythons=pythons(own["python"] or []),
-        command=spelled(values),
+        command=spelled_generation(values),
         sequences=sequences,
     )
     refuse_long_prompts(work.prompts.longest, work.new_tokens, checkpoint.shape.positions, work.model)
@@ -178,7 +178,7 @@ def refuse_long_prompts(longest: int, new_tokens: int, positions: int, model: st
         )
 
 
-def spelled(values: Values) -> str:
+def spelled_generation(values: Values) -> str:
     """The flags that say what is run, as they were given."""
     kept = ("model", "checkpoint", "meta", "device", "dtype", "backend_options", "mask_token_id", *UNMASKING_FIELDS)
     given = ((key, one) for key in kept if values.get(key) for one in _several(values[key]))

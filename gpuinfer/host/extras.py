@@ -14,33 +14,33 @@ from gpuinfer.host.installation import one_file
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class OptionalExtra:
     """`modules`: as they are imported, package by package; `purpose`: what it is for, in a few words."""
 
     modules: tuple[str, ...]
     purpose: str
 
 
-EXTRAS: Mapping[str, Extra] = {
-    "gguf": Extra(("gguf",), "models in GGUF files"),
-    "hub": Extra(("huggingface_hub",), "--download of models of the Hugging Face hub"),
-    "mlflow": Extra(("mlflow",), "--track mlflow"),
-    "nvml": Extra(("pynvml",), "use and memory of NVIDIA devices, other programs on them"),
-    "onnx": Extra(("onnx", "onnxscript", "onnxruntime"), "gpuinfer export: networks as ONNX"),
-    "otel": Extra(
+EXTRAS: Mapping[str, OptionalExtra] = {
+    "gguf": OptionalExtra(("gguf",), "models in GGUF files"),
+    "hub": OptionalExtra(("huggingface_hub",), "--download of models of the Hugging Face hub"),
+    "mlflow": OptionalExtra(("mlflow",), "--track mlflow"),
+    "nvml": OptionalExtra(("pynvml",), "use and memory of NVIDIA devices, other programs on them"),
+    "onnx": OptionalExtra(("onnx", "onnxscript", "onnxruntime"), "gpuinfer export: networks as ONNX"),
+    "otel": OptionalExtra(
         ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http"), "--otlp-endpoint, --track otel"
     ),
-    "parquet": Extra(("pyarrow",), "prompts, answers, positions and rollouts as Parquet"),
-    "plots": Extra(("matplotlib",), "plots of bench, simulate, train and loop"),
-    "plugins": Extra(("packaging",), "plugins of other packages: gpuinfer plugins install"),
-    "ray": Extra(("ray",), "--launcher ray"),
-    "schemas": Extra(("llguidance",), "answers that follow a JSON schema, regex, choice or grammar"),
-    "serve": Extra(("uvloop",), "a faster event loop for servers and routers"),
-    "tensorboard": Extra(("tensorboard",), "--track tensorboard"),
-    "transformers": Extra(("transformers",), "families of text models that transformers' own code computes"),
-    "tune": Extra(("tomlkit",), "--apply of bench and tune: settings written into gpuinfer.toml"),
-    "vllm": Extra(("vllm",), "the backend vllm"),
-    "wandb": Extra(("wandb",), "--track wandb"),
+    "parquet": OptionalExtra(("pyarrow",), "prompts, answers, positions and rollouts as Parquet"),
+    "plots": OptionalExtra(("matplotlib",), "plots of bench, simulate, train and loop"),
+    "plugins": OptionalExtra(("packaging",), "plugins of other packages: gpuinfer plugins install"),
+    "ray": OptionalExtra(("ray",), "--launcher ray"),
+    "schemas": OptionalExtra(("llguidance",), "answers that follow a JSON schema, regex, choice or grammar"),
+    "serve": OptionalExtra(("uvloop",), "a faster event loop for servers and routers"),
+    "tensorboard": OptionalExtra(("tensorboard",), "--track tensorboard"),
+    "transformers": OptionalExtra(("transformers",), "families of text models that transformers' own code computes"),
+    "tune": OptionalExtra(("tomlkit",), "--apply of bench and tune: settings written into gpuinfer.toml"),
+    "vllm": OptionalExtra(("vllm",), "the backend vllm"),
+    "wandb": OptionalExtra(("wandb",), "--track wandb"),
 }
 """By name. Extras that bring no library of their own (`all`, and `models` with its weights) are not here."""
 

@@ -58,7 +58,7 @@ def give_back(address: int, size: int) -> None:
             ctypes.CDLL(None).madvise(where, count, MADV_DONTNEED)
 
 
-def runs_of(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+def consecutive_runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Numbers as runs without gaps, ascending: the first of each, and one more than its last."""
     first = last = -1
     for number in sorted(set(numbers)):

@@ -26,7 +26,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.lab.bench.ablation import Facts, parts_of
+from gpuinfer.lab.bench.ablation import Facts, optimization_parts
 from gpuinfer.lab.bench.bench_document import bench_schema
 from gpuinfer.lab.bench.generators import GeneratorCell
 from gpuinfer.lab.peers import peer_child
@@ -272,7 +272,7 @@ FACTS = Facts(device="cpu", cores=2, kernels=True, dtype="float32", options={}, 
     ],
 )
 def test_each_part_of_fast_generation_is_measured_or_has_a_reason(facts, absent):
-    parts = parts_of(replace(FACTS, **facts))
+    parts = optimization_parts(replace(FACTS, **facts))
     names = ["KV cache", "prefix cache", "batch", "compile", "graphs", "threads", "dtype", "sampling"]
     assert [part.name for part in parts] == names
     assert {part.name for part in parts if part.absent} == absent

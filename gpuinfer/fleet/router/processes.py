@@ -28,7 +28,7 @@ from gpuinfer.host.process import shorten_collections
 from gpuinfer.http.access import reload_changed_files
 from gpuinfer.http.http_exchange import JsonLogFormatter
 from gpuinfer.http.network import Certificate, bind_tcp, new_network_loop, take_backlog
-from gpuinfer.serving.telemetry.otlp_logs import LoggedRecord, attach
+from gpuinfer.serving.telemetry.otlp_logs import LoggedRecord, attach_log_handler
 from gpuinfer.serving.telemetry.spans import FinishedSpan
 
 BACKLOG = 4096
@@ -58,7 +58,7 @@ def router_main(
         log.handlers = [handler]
     kept = KeptRecords() if told.hands_over_log else None
     if kept is not None:
-        attach(kept)
+        attach_log_handler(kept)
 
     async def serve() -> None:
         await _RouterProcess(listeners, board, row, told, kept).run(line)

@@ -34,7 +34,7 @@ DRAWING = {"temperature": 0.8, "top_k": 200}  # as nanoGPT's sample.py draws
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizationPart:
     """A part of the whole: how it is switched off, and why it cannot be, where it is not at work here.
 
     `order`: what its child is told beside what the whole is told; `at_once`: prompts under way, None for all.
@@ -60,7 +60,7 @@ class Facts:
     alike: int  # tokens that two prompts begin with, at most
 
 
-def parts_of(facts: Facts) -> list[Part]:
+def optimization_parts(facts: Facts) -> list[OptimizationPart]:
     """All parts, in the order of the table."""
     options, on_cuda = facts.options, facts.device == "cuda"
     rounded, mode = options.get("weights"), options.get("compile")
@@ -69,38 +69,42 @@ def parts_of(facts: Facts) -> list[Part]:
         "" if facts.dtype != "float32" or rounded else "float32 throughout: add --dtype bfloat16, or -B weights=int8"
     )
     if mode:
-        compiled = Part(
+        compiled = OptimizationPart(
             "compile", "torch.compile → torch's operations", {"options": {"compile": False}, "without": ["kernels"]}
         )
     else:
         absent = "" if facts.kernels else "torch computes this model here: add -B compile=true"
-        compiled = Part("compile", "kernels of our own → torch's operations", {"without": ["kernels"]}, absent=absent)
+        compiled = OptimizationPart(
+            "compile", "kernels of our own → torch's operations", {"without": ["kernels"]}, absent=absent
+        )
     one_core = "the device computes" if on_cuda else "one thread computes" if threads < 2 else ""
     graphs = "a CPU has no CUDA graphs" if not on_cuda else "-B graphs=false" if not options.get("graphs", True) else ""
     return [
-        Part("KV cache", "kept → all tokens computed anew for each", {"without": ["prefixes", "kv"]}),
-        Part(
+        OptimizationPart("KV cache", "kept → all tokens computed anew for each", {"without": ["prefixes", "kv"]}),
+        OptimizationPart(
             "prefix cache",
             "beginnings computed once → for each prompt",
             {"without": ["prefixes"]},
             absent="" if facts.alike >= PAGE else f"no two prompts begin with the same {PAGE} tokens",
         ),
-        Part(
+        OptimizationPart(
             "batch",
             f"{facts.batch_size} rows at once → one",
             at_once=1,
             absent="" if facts.batch_size > 1 else "one row at once: give --batch-sizes 8",
         ),
         compiled,
-        Part("graphs", "a step is one CUDA graph → kernel by kernel", {"options": {"graphs": False}}, absent=graphs),
-        Part("threads", f"{threads} → 1", {"options": {"threads": 1}}, absent=one_core),
-        Part(
+        OptimizationPart(
+            "graphs", "a step is one CUDA graph → kernel by kernel", {"options": {"graphs": False}}, absent=graphs
+        ),
+        OptimizationPart("threads", f"{threads} → 1", {"options": {"threads": 1}}, absent=one_core),
+        OptimizationPart(
             "dtype",
             f"{rounded or facts.dtype} → float32",
             {"dtype": "float32", "options": {"weights": None}},
             absent=plain,
         ),
-        Part("sampling", "compiled → torch's operations", {"without": ["sampling"]}),
+        OptimizationPart("sampling", "compiled → torch's operations", {"without": ["sampling"]}),
     ]
 
 
@@ -109,7 +113,7 @@ class Ablation:
     """What all runs do."""
 
     order: Mapping[str, Any]  # what a child is to load
-    parts: Sequence[Part]
+    parts: Sequence[OptimizationPart]
     prompts: Prompts
     batch_size: int
     sequences: int  # of a run
@@ -118,9 +122,9 @@ class Ablation:
     python: str
     command: str  # that repeats this
 
-    def cells(self) -> Iterator[Part]:
+    def cells(self) -> Iterator[OptimizationPart]:
         """The whole, and it without each part that is at work."""
-        yield Part(WHOLE, "")
+        yield OptimizationPart(WHOLE, "")
         yield from (part for part in self.parts if not part.absent)
 
 
@@ -143,8 +147,8 @@ class AblationRuns:
             self.outcome.stopped = True
         return self.outcome
 
-    def _measure(self, cell: Part, repeat: int) -> None:
-        work, name = self._work, name_of(cell)
+    def _measure(self, cell: OptimizationPart, repeat: int) -> None:
+        work, name = self._work, variant_name(cell)
         if name in self.outcome.failed:
             return
         doing = f"repeat {repeat + 1} of {self._plan.repeats}"
@@ -158,12 +162,12 @@ class AblationRuns:
         settings = {"part": cell.name, "batch_size": work.batch_size, "new_tokens": work.new_tokens}
         self.outcome.runs.append(measured_generation(name, repeat, prompts, ran, work.setup, "inprocess", settings))
 
-    def _ran(self, cell: Part, prompts: list[list[int]], repeat: int) -> Ran:
+    def _ran(self, cell: OptimizationPart, prompts: list[list[int]], repeat: int) -> Ran:
         """Load the model in a child of its own, warm it up with other prompts, and run."""
         work = self._work
         options = {**work.order["options"], **cell.order.get("options", {})}
         at_once = cell.at_once or work.batch_size
-        child = PeerProcess(OURS.package, OURS.command(work.python), self._logs / f"{name_of(cell)}.log")
+        child = PeerProcess(OURS.package, OURS.command(work.python), self._logs / f"{variant_name(cell)}.log")
         try:
             child.load({**work.order, **cell.order, "options": options})
             warming = work.prompts.of(self._plan.repeats + repeat, min(at_once, len(prompts)))
@@ -174,15 +178,15 @@ class AblationRuns:
             child.close()
 
 
-def name_of(part: Part) -> str:
+def variant_name(part: OptimizationPart) -> str:
     return WHOLE if part.name == WHOLE else f"without {part.name}"
 
 
-def _variant(cell: Part, work: Ablation) -> Variant:
+def _variant(cell: OptimizationPart, work: Ablation) -> Variant:
     def build(seed: int) -> RunPlan:
         raise NotImplementedError(cell.name)
 
-    return Variant(name_of(cell), build, {"part": cell.name}, work.command)
+    return Variant(variant_name(cell), build, {"part": cell.name}, work.command)
 
 
 def ablation_document(document: dict[str, Any], work: Ablation, outcome: SeriesOutcome) -> dict[str, Any]:
@@ -193,7 +197,7 @@ def ablation_document(document: dict[str, Any], work: Ablation, outcome: SeriesO
     whole = rates.get(WHOLE, {})
     rows = []
     for part in work.parts:
-        without = rates.get(name_of(part), {})
+        without = rates.get(variant_name(part), {})
         both = sorted(whole.keys() & without.keys())
         found = ratio([whole[one] for one in both], [without[one] for one in both]) if both else None
         rows.append(
@@ -203,7 +207,7 @@ def ablation_document(document: dict[str, Any], work: Ablation, outcome: SeriesO
                 "without": interval(list(without.values())).median if without else None,
                 "brings": found.median if found else None,
                 "ci95": found.ends if found else None,
-                "why_not": part.absent or outcome.failed.get(name_of(part)),
+                "why_not": part.absent or outcome.failed.get(variant_name(part)),
             }
         )
     document["ablation"] = {
@@ -241,7 +245,7 @@ def drawn_prompts(vocabulary: int, end_tokens: tuple[int, ...], seed: int, room:
     return DrawnPrompts(vocabulary, end_tokens, seed, tokens, tokens, alike)
 
 
-def alike(prompts: Prompts, sequences: int) -> int:
+def shared_beginning(prompts: Prompts, sequences: int) -> int:
     """The most tokens that two prompts of a run begin with."""
     rows = sorted(prompts.of(0, sequences))
     return max((_common(one, other) for one, other in pairwise(rows)), default=0)

@@ -26,7 +26,7 @@ ORDER_WORDS = (" A", " F", " S", " C", " H", " -", ">\n", "</", "orders")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class Vocabulary:
+class SyntheticVocabulary:
     """`size` tokens: the bytes, the words of orders, and words of no order. A `Codec`: the longest token first."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -123,7 +123,7 @@ class ConstraintBench:
         from gpuinfer.text.language.list_trie import Tries
         from gpuinfer.text.language.list_walks import ListedMatcher
 
-        self.codec = Vocabulary(vocabulary)
+        self.codec = SyntheticVocabulary(vocabulary)
         self.listed = Listed(items=tuple(drawn_orders(count)))
         self.tries: Tries = Tries(self.codec, vocabulary)
         self.trie: Trie = self.tries.trie(self.listed)

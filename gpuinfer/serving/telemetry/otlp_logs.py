@@ -81,7 +81,7 @@ class LogExport(logging.Handler):
 
     def attach(self) -> None:
         """Take what is logged from now on, from INFO upwards. Other handlers get what they got before."""
-        attach(self)
+        attach_log_handler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.export(LoggedRecord.of(record))
@@ -115,7 +115,7 @@ class LogExport(logging.Handler):
         super().close()
 
 
-def attach(handler: logging.Handler) -> None:
+def attach_log_handler(handler: logging.Handler) -> None:
     """Give our log another handler, from INFO upwards. Those that it has keep to the level that it had."""
     before = OURS.getEffectiveLevel()
     for one in OURS.handlers:

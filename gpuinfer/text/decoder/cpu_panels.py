@@ -31,7 +31,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from gpuinfer.host import machine
-from gpuinfer.host.process_memory import give_back, runs_of
+from gpuinfer.host.process_memory import consecutive_runs, give_back
 from gpuinfer.models import processor
 from gpuinfer.models.kernel_cache import c_compiler
 from gpuinfer.text.decoder.cpu_math import BITS, FEATURES, I32, I64, SOURCES, TILE
@@ -85,7 +85,7 @@ class CachePool:
 
     def give_back(self, pages: Sequence[int]) -> None:
         """The system may have the memory of these pages until they are written again."""
-        for first, last in runs_of(pages):
+        for first, last in consecutive_runs(pages):
             give_back(self.address + first * self.page_bytes, (last - first) * self.page_bytes)
 
     def fill(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.host.process_memory import give_back, runs_of
+from gpuinfer.host.process_memory import consecutive_runs, give_back
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.checkpoint.memory_estimate import SPARE_PAGES, most_copied, row_pages
 from gpuinfer.text.decoder.attention_plan import Integers, ends_of
@@ -119,7 +119,7 @@ class PageCache:
 
 def give_back_of(parts: Sequence[Tensor], pages: Sequence[int]) -> None:
     """The system may have the memory of these pages [pages, ...] of each part, all of them on a CPU."""
-    for first, last in runs_of(pages):
+    for first, last in consecutive_runs(pages):
         for part in parts:
             some = part[first:last]
             give_back(some.data_ptr(), some.nbytes)

@@ -120,10 +120,10 @@ def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list
         )
     if not checkpoint.shape.layers:
         raise UsageError(f"{title(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
-    return places_of(tuning, resolve_devices(setup.devices), layer_paths(checkpoint), checkpoint.name)
+    return places_of(tuning, resolve_devices(setup.devices), checkpoint_layer_paths(checkpoint), checkpoint.name)
 
 
-def layer_paths(checkpoint: Checkpoint) -> list[list[str]]:
+def checkpoint_layer_paths(checkpoint: Checkpoint) -> list[list[str]]:
     """As the checkpoint's tensors call each layer, with and without what precedes all names (`model.layers.4`,
     `layers.4`).
     """
@@ -143,7 +143,7 @@ def split_by_times(
     `UsageError` where the devices have no room for them.
     """
     sizes = list(layer_bytes(weights))
-    starts = starts_of(tuning, layer_paths(checkpoint), checkpoint.name)
+    starts = starts_of(tuning, checkpoint_layer_paths(checkpoint), checkpoint.name)
     split = split_for(starts, places, sizes, times, checkpoint.name)
     seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
     portions = [Portion(checkpoint.shape, start, stop) for start, stop in split]
