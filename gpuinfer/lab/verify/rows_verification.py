@@ -104,7 +104,7 @@ class RowsVerification:
         """Load the model and try all ways. Raises `UsageError` before, `WorkError` when the model itself fails."""
         self._began, self._from = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
         check_through(self.options.through)
-        rows = rows_of(self.options, self.spec, self.setup.seed)
+        rows = rows_to_verify(self.options, self.spec, self.setup.seed)
         self._rows, self._features = rows.shape
         self.say(f"the model alone, {whole(len(rows))} rows one at a time …")
         began = time.perf_counter()
@@ -193,7 +193,7 @@ def in_pieces(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def rows_of(options: VerifyOptions, spec: ModelSpec, seed: int) -> NDArray[Any]:
+def rows_to_verify(options: VerifyOptions, spec: ModelSpec, seed: int) -> NDArray[Any]:
     """The rows for the model, [rows, features]: of --rows the first, else zeros and ones that are drawn.
 
     Raises `UsageError` for a file of other rows than the model's.
@@ -234,12 +234,12 @@ def answers_of_module(spec: ModelSpec, setup: Setup, rows: NDArray[Any]) -> tupl
         answer = module(inputs)
         single = [parity.arrays(module(inputs[at : at + 1])) for at in range(len(rows))]
     together = parity.arrays(answer)
-    names = names_of(answer, spec, together)
+    names = output_names(answer, spec, together)
     alone = [np.concatenate(column) for column in zip(*single, strict=True)]
     return dict(zip(names, alone, strict=True)), dict(zip(names, together, strict=True))
 
 
-def names_of(answer: Any, spec: ModelSpec, outputs: Sequence[NDArray[Any]]) -> list[str]:
+def output_names(answer: Any, spec: ModelSpec, outputs: Sequence[NDArray[Any]]) -> list[str]:
     """What the outputs are called: policy and value where they have a game's sizes, keys of a dict, else numbers."""
     if isinstance(answer, Mapping):
         return [str(key) for key in sorted(answer)]
