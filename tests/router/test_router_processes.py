@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
 
 import pytest
-from run_router import Answer, Connection, Slow, Upstream, config, free_port, hang, member, post, saying, until
+from run_router import (
+    Answer,
+    Connection,
+    Slow,
+    Upstream,
+    config,
+    free_port,
+    hang,
+    member,
+    post,
+    response,
+    saying,
+    until,
+)
 
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.router.processes import Routers
@@ -92,6 +106,17 @@ async def test_draining_answers_all_that_is_under_way_and_takes_in_who_is_at_the
         assert await draining
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_an_error_message_of_half_characters_ends_no_hand_over_of_the_log():
+    """Another server's JSON may have them, and UTF-8 does not."""
+    error = json.dumps({"error": {"message": "no \ud800 here"}}).encode()
+    records: list = []
+    async with processes(Upstream(answers=[saying(response(400, error))]), hands_over_log=True) as (routers, port):
+        routers.on_telemetry = lambda spans, found: records.extend(found)
+        assert [(await ask(port)).status for _ in range(2)] == [400, 200]
+        await until(lambda: len(records) == 2, "the records of both")
+        assert records[0].attributes["error.message"] == "no ? here"
 
 
 async def test_draining_has_an_end():

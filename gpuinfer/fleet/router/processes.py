@@ -22,7 +22,7 @@ from gpuinfer.fleet.router.client_connection import Listener
 from gpuinfer.fleet.router.protocol import FleetMember, Roster, RouterConfig
 from gpuinfer.fleet.router.relay import Relay
 from gpuinfer.fleet.router.shared_counters import SLOTS, MemberCell, ProcessCell, SharedCounters
-from gpuinfer.host import children, machine
+from gpuinfer.host import children, error_text, machine
 from gpuinfer.host.child import AsyncChannel, ChannelClosed, Child
 from gpuinfer.host.process import shorten_collections
 from gpuinfer.http.access import reload_changed_files
@@ -30,6 +30,8 @@ from gpuinfer.http.http_exchange import JsonLogFormatter
 from gpuinfer.http.network import Certificate, bind_tcp, new_network_loop, take_backlog
 from gpuinfer.serving.telemetry.otlp_logs import LoggedRecord, attach_log_handler
 from gpuinfer.serving.telemetry.spans import FinishedSpan
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 4096
 SPENDING_S = 0.1  # between two tellings of what keys have spent
@@ -52,10 +54,10 @@ def router_main(
     machine.descriptors()  # as many as it may have
     told = msgspec.msgpack.decode(config, type=RouterConfig)
     if told.log is not None:  # requests on standard error, which is the supervisor's
-        handler, log = logging.StreamHandler(), logging.getLogger("gpuinfer")
+        handler, ours = logging.StreamHandler(), logging.getLogger("gpuinfer")
         handler.setFormatter(JsonLogFormatter() if told.log == "json" else logging.Formatter("gpuinfer: %(message)s"))
-        log.setLevel(logging.INFO)
-        log.handlers = [handler]
+        ours.setLevel(logging.INFO)
+        ours.handlers = [handler]
     kept = KeptRecords() if told.hands_over_log else None
     if kept is not None:
         attach_log_handler(kept)
@@ -137,15 +139,19 @@ class _RouterProcess:
         """To the supervisor, which exports it: what encodes and sends would keep this process from relaying."""
         while self._listener.tracer is not None or self._kept is not None:
             await asyncio.sleep(TELEMETRY_S)
-            with contextlib.suppress(ChannelClosed):
-                await self._send_telemetry()
+            await self._send_telemetry()
 
     async def _send_telemetry(self) -> None:
         tracer, kept = self._listener.tracer, self._kept
         spans = [] if tracer is None else tracer.take()
         records = [] if kept is None else kept.take()
         if spans or records:  # waits for room: what does not fit meanwhile is dropped where it is kept
-            await self._channel.send({"event": "telemetry", "spans": spans, "records": records})
+            try:
+                await self._channel.send({"event": "telemetry", "spans": spans, "records": records})
+            except ChannelClosed:
+                pass  # the owner has gone
+            except Exception as error:  # noqa: BLE001 (what cannot be handed over must not end the hand-over)
+                log.warning("spans and log records of requests are lost: %s", error_text.short_message(error))
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         if "members" in message:

@@ -27,6 +27,7 @@ TRACEPARENT = re.compile(  # W3C Trace Context: version, trace, parent, flags
     rb"(?=[- \t\r]|$)"
 )
 SAMPLED = 1  # a bit of the flags
+LONGEST_PATH = 200  # characters of it in a span
 MOST_KEPT = 16_384  # spans that wait to be handed over; the oldest are dropped beyond
 _dice = random.Random(os.urandom(16))
 
@@ -113,7 +114,7 @@ class RequestTrace:
         if finished is None:
             return
         self._began_ns = time.time_ns()
-        path = head.target.partition(b"?")[0].decode("latin-1")
+        path = head.target.partition(b"?")[0][:LONGEST_PATH].decode("latin-1")
         method = head.method.decode()
         self._name = f"{method} {path}"
         self._attributes: dict[str, str | int] = {

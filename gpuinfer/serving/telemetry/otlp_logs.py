@@ -53,9 +53,21 @@ class LoggedRecord(Struct, frozen=True, array_like=True):
             attributes["exception.type"] = record.exc_info[0].__name__
             attributes["exception.message"] = str(record.exc_info[1])
             attributes["exception.stacktrace"] = logging.Formatter().formatException(record.exc_info)
-        plain = {name: one if isinstance(one, str | int | float) else str(one) for name, one in attributes.items()}
+        plain = {name: _exported(one) for name, one in attributes.items()}
         trace, span = (str(fields.get(name, "")) for name in IDS)
-        return cls(record.created, record.levelno, record.name, record.getMessage(), plain, trace, span)
+        return cls(record.created, record.levelno, record.name, _text(record.getMessage()), plain, trace, span)
+
+
+def _exported(value: Any) -> str | int | float:
+    """As OTLP can have it: integers of 64 bits, and texts in UTF-8."""
+    if isinstance(value, float) or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63):
+        return value
+    return _text(str(value))
+
+
+def _text(text: str) -> str:
+    """Without halves of characters, which some other server's error message may have."""
+    return text.encode(errors="replace").decode()
 
 
 class LogExport(logging.Handler):
