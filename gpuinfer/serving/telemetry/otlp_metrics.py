@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from gpuinfer import __version__
@@ -64,11 +65,16 @@ class MetricsExport:
             return await collect()
 
         made = families()
+        collecting: Future[Sequence[Family]] | None = None
         try:
-            found = asyncio.run_coroutine_threadsafe(made, loop).result(COLLECT_S)
+            collecting = asyncio.run_coroutine_threadsafe(made, loop)
+            found = collecting.result(COLLECT_S)
             self._exporter.export(metrics_data(found, self._resource, self._started_ns, time.time_ns()))
         except Exception as error:  # noqa: BLE001 (a plugin's counters, the SDK, a loop that has ended)
-            made.close()
+            if collecting is None:
+                made.close()
+            else:
+                collecting.cancel()  # on its loop: it may be under way there
             log.warning("metrics could not be exported over OTLP: %s: %s", type(error).__name__, error)
 
 
