@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_router import ANSWER, Answer, Request, Router, Upstream, member, response, routing, until, well
 
-from gpuinfer.api import Priority
+from gpuinfer.api import Priority, RoutingPolicy
 from gpuinfer.fleet.router.request_queue import RequestQueue, back_in_front
 from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell
 
@@ -221,6 +221,17 @@ async def test_what_waits_while_no_replica_is_up_is_refused_after_a_while_or_sen
         router.roster(member(upstream, 0, room=1))
         assert (await waits).status == 200
         assert router.total(ProcessCell.QUEUED) == 0
+
+
+async def test_a_policy_that_changes_what_it_is_shown_costs_no_request_its_answer():
+    class Clearing(RoutingPolicy):
+        def choose(self, loads, asking):
+            loads.clear()
+
+    async with routing(Upstream(well), queue="global", max_inputs=1) as router:
+        router.relay._policy.policy = Clearing()
+        assert (await router.post()).status == 200
+        assert "AttributeError" in router.told[0]["fault"]
 
 
 # The queue itself

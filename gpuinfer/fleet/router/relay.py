@@ -190,11 +190,12 @@ class Relay:
         if self._shared:
             for one in loads:
                 one.count_others()
+        loads = tuple(loads)  # policies see it, and may not change it
         asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._needs_affinity else ANY
         replica, reason = self._policy.choose(loads, asking)
         if bounded and self._shared:
             while not replica.enter_within_room():
-                if not (loads := [one for one in loads if one is not replica]):
+                if not (loads := tuple([one for one in loads if one is not replica])):
                     return False
                 replica, reason = self._policy.choose(loads, asking)
         else:
