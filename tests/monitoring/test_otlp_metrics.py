@@ -27,6 +27,7 @@ async def test_counters_that_come_too_late_are_given_up_on_their_own_loop_and_th
                 await asyncio.Event().wait()
             finally:
                 given_up_on.append(threading.current_thread())
+                monkeypatch.setattr(otlp_metrics, "COLLECT_S", LIMIT_S)
         ended.set()
         return [single_sample("gpuinfer_some", "Some.", "gauge", 1.0)]
 
