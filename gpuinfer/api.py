@@ -221,8 +221,8 @@ class BackendContext:
     """A backend with slots tells it the rows and seconds of each forward step, on the event loop: those are the run's
     batches, not what was admitted at once."""
     resized: Callable[[int], None] = lambda slots: None
-    """A backend with slots tells it how many there are when that changes, on the event loop; never more than its
-    `limits` said."""
+    """A backend with slots calls it with their number when that changes, on the event loop; never more than in its
+    `limits`."""
     lane: Callable[[str], Lane] = lambda name: _Untold()
     """A new lane of this name in the ledger, for a thread of the backend's own beside those that serve batches. Of a
     model in stages each has one: "stage 0", "stage 1", …"""
@@ -433,8 +433,8 @@ class Backend(Plugin, ABC):
         return None
 
     async def free_memory(self) -> Mapping[str, int]:
-        """Give back memory that it keeps and nobody's answer needs now: `freed_bytes` and, of the device afterwards,
-        `free_bytes`; of text `freed_pages`, which had been kept for prompts to come. Empty, the default: it keeps none.
+        """Release memory that it keeps and no request needs now: `freed_bytes` and, of the device afterwards,
+        `free_bytes`; of text `freed_pages`, which had been kept for later prompts. Empty, the default: it keeps none.
         """
         return {}
 
@@ -543,7 +543,7 @@ class Strategy(Plugin, ABC):
 
 
 class ReplicaLoad:
-    """One replica as a routing policy sees it. Read-only for policies; whoever asks them keeps the numbers up to date.
+    """One replica as a routing policy sees it. Read-only for policies; the caller keeps the numbers up to date.
 
     `in_flight`: requests that it has now; `speed`: relative to the others, above 0; a slow start lowers it. `room`:
     requests that it may have under way; inf: no bound. `member` is its number in the fleet, and stays its own; `mark`
@@ -594,21 +594,21 @@ class RoutingPolicy(Plugin, ABC):
     """Chooses which replica a request goes to. It reads no clock and does no I/O, so that router and simulator run the
     same, and takes a few microseconds: it stands in the way of every request.
 
-    Each router process has one of its own. One that raises, or whose choice is none of the replicas that it was given,
-    is named once, and the least loaded is taken in its place.
+    Each router process has one of its own. One that raises, or whose choice is none of `loads`, is reported once, and
+    the least loaded replica is taken in its place.
     """
 
-    needs_affinity: ClassVar[bool] = False  # whether it is worth finding out
-    needs_load: ClassVar[bool] = True  # whether it looks at `in_flight` at all
+    needs_affinity: ClassVar[bool] = False  # whether it reads `affinity`, which is None otherwise
+    needs_load: ClassVar[bool] = True  # whether it reads `in_flight`
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
         self.dice = random.Random(self.setup.seed)  # for what it leaves to chance
 
     @abstractmethod
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+    def choose(self, loads: Sequence[ReplicaLoad], request: RoutedRequest) -> RoutingChoice:
         """One of `loads`: the replicas that take this request, at least one, in any order. They need not be those of
-        the time before.
+        the previous call.
         """
 
 

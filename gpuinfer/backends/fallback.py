@@ -40,7 +40,7 @@ from gpuinfer.text.answer_frames import DeliveredAnswer
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 1 << 20  # rows: the workload was promised no bound here, the server's queue had one
-OF_A_SERVER = ("threads", "in_flight")  # options that are said of the one server, and are no worker's
+OF_A_SERVER = ("threads", "in_flight")  # options of the shared server, which a local backend does not take over
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def weights_identity(spec: ModelSpec) -> str:
     return digest.hexdigest() if found else ""
 
 
-def with_fallback(primary: Backend, called: str, name: str, kind: type[Backend], given: Mapping[str, Any]) -> Backend:
-    """The backend `called`, with one of `kind`, of the name `name`, that goes on when it is lost. `given` are the
-    options of `kind` that the settings hold. Raises `UsageError` for a pair that cannot be.
+def with_fallback(primary: Backend, called: str, name: str, kind: type[Backend], options: Mapping[str, Any]) -> Backend:
+    """`primary`, and a backend of `kind` that takes its place when its server is lost. `called` and `name` are the
+    names of the two, `options` those that the settings hold for `kind`. Raises `UsageError` for a pair that cannot be.
     """
     spec = primary.setup.model
     if not primary.remote:
@@ -109,7 +109,7 @@ def with_fallback(primary: Backend, called: str, name: str, kind: type[Backend],
         for option in primary.options.model_fields_set
         if option in kind.Options.model_fields and option not in OF_A_SERVER
     }
-    plan = LocalPlan(name, kind, primary.setup, {**given, **shared})
+    plan = LocalPlan(name, kind, primary.setup, {**options, **shared})
     kind(plan.setup, **plan.options)  # refuses now what it would refuse then
     return FallbackBackend(primary, plan)
 
@@ -296,9 +296,9 @@ class FallbackBackend(Backend):
     def _lose(self, cause: BackendDied) -> None:
         if self._cause is None:
             self._cause = cause
-            log.info("%s", self._said())  # the run itself warns once, for all its processes: `Snapshot.fallback`
+            log.info("%s", self._notice())  # the run itself warns once, for all its processes: `Snapshot.fallback`
 
-    def _said(self) -> str:
+    def _notice(self) -> str:
         return (
             f"the server is gone ({str(self._cause).partition('. ')[0].rstrip('.')}): the run goes on in its own "
             f"processes with the backend '{self._plan.name}', as --fallback says, with the same model and weights."
@@ -344,7 +344,7 @@ class FallbackBackend(Backend):
         counted = Snapshot() if self._engine is None else self._engine.snapshot()
         line = {
             "why": str(self._cause),
-            "said": self._said(),
+            "said": self._notice(),
             "processes": 1,
             "requests": counted.requests,
             "rows": counted.rows,

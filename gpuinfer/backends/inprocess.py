@@ -46,7 +46,7 @@ CPU_MAX_ROWS = 4096
 SHORT_S = 300e-6  # what it costs to hand a batch to a thread and its answers back
 LONG_S = 0.001  # of a processor: other callers would notice it
 ROWS_TRIED = 32
-WORTH = 1 << 24  # bytes of memory given back: what is less may be chance
+WORTH = 1 << 24  # bytes of released memory: less may be chance
 OFTEN = 3  # what happens once may be the machine's fault
 
 T = TypeVar("T")
@@ -351,7 +351,7 @@ class InProcess(Backend):
         return await asyncio.to_thread(self._release)
 
     def _watched(self) -> MemoryWatch | None:
-        """With `keep_free` what looks after a model of rows: it has no slots, and gives back what it keeps."""
+        """With `keep_free`, the watch of a model of rows, which has no slots: it releases unused memory."""
         keep = self.options.keep_free
         if keep is None:
             return None

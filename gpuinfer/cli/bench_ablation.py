@@ -16,7 +16,7 @@ from gpuinfer.cli.bench_generators import (
     NOT_HERE,
     TAKEN,
     TARGET,
-    drawn_or_given,
+    benchmark_prompts,
     named_model,
     refuse_long_prompts,
     spelled_generation,
@@ -42,9 +42,9 @@ def execute(values: Values, own: Values, folder: Path | None) -> dict[str, Any]:
     from gpuinfer.lab.bench.ablation import AblationRuns, ablation_document
     from gpuinfer.lab.bench.series import SeriesPlan
 
-    given = {key: value for key, value in values.items() if value is not None and value != [] and value != 0}
+    passed = {key: value for key, value in values.items() if value is not None and value != [] and value != 0}
     more = {key: own[key] for key in (*NOT_HERE, "compare", "python", "fail_under") if own[key]}
-    for key in {**given, **more}:
+    for key in {**passed, **more}:
         if key not in (*TAKEN, *COMMON, "backend_options"):
             raise UsageError(f"{flags.flag(key)} is no part of --ablate, which compares our own parts. Leave it out.")
     merged = merge(TARGET, values)
@@ -67,7 +67,7 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
     from gpuinfer.text.checkpoint import open_checkpoint
     from gpuinfer.text.decoder import own_kernels
 
-    given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
+    workload_options = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
     options = merged.options("backends", BACKEND, registry.load("backends", BACKEND))
     if options.get("parallel", "data") != "data":
         raise UsageError(
@@ -80,7 +80,7 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
     )
     if len(sizes) > 1:
         raise UsageError("--ablate compares at one batch size. Give one: --batch-sizes 8.")
-    spec, common = named_model(given), merged.common
+    spec, common = named_model(workload_options), merged.common
     checkpoint = open_checkpoint(spec, options.get("decoder"))
     shape = checkpoint.shape
     if shape.masking is not None:
@@ -88,9 +88,9 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
             "--ablate is for models that generate from left to right. Compare settings of this one instead."
         )
     sequences = own["num_sequences"] or sizes[0]
-    new_tokens = own["new_tokens"] or given.get("max_new_tokens") or ablation.NEW_TOKENS
-    prompts = drawn_or_given(
-        own["prompts"] or given.get("input"),
+    new_tokens = own["new_tokens"] or workload_options.get("max_new_tokens") or ablation.NEW_TOKENS
+    prompts = benchmark_prompts(
+        own["prompts"] or workload_options.get("input"),
         checkpoint,
         ablation.drawn_prompts(shape.vocabulary, shape.end_tokens, common.seed, shape.positions - new_tokens),
         2 * sequences * repeats,
@@ -124,8 +124,10 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
         "new-tokens": own["new_tokens"],
         "num-sequences": own["num_sequences"],
     }
-    said = "".join(f" --{name} {amount}" for name, amount in amounts.items() if amount is not None)
+    amount_flags = "".join(f" --{name} {amount}" for name, amount in amounts.items() if amount is not None)
     prompted = f" --prompts {own['prompts']}" if own["prompts"] else ""
-    command = f"gpuinfer bench generate{spelled_generation(values)}{prompted}{said} --repeats {repeats} --ablate"
+    command = (
+        f"gpuinfer bench generate{spelled_generation(values)}{prompted}{amount_flags} --repeats {repeats} --ablate"
+    )
     setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed)
     return ablation.Ablation(order, parts, prompts, sizes[0], sequences, new_tokens, setup, sys.executable, command)

@@ -133,7 +133,7 @@ def _work(
         names=names,
         batch_sizes=sizes,
         new_tokens=own["new_tokens"] or given.get("max_new_tokens") or NEW_TOKENS,
-        prompts=drawn_or_given(
+        prompts=benchmark_prompts(
             own["prompts"] or given.get("input"),
             checkpoint,
             DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, common.seed),
@@ -152,20 +152,20 @@ def _work(
     return work
 
 
-def named_model(given: Mapping[str, Any]) -> ModelSpec:
+def named_model(options: Mapping[str, Any]) -> ModelSpec:
     """The model that the workload's options name. Raises `UsageError` where they name none."""
     from gpuinfer.api import ModelSpec
     from gpuinfer.serving.openai.model_options import prepare_model
 
-    chosen, meta = given.get("model") or given.get("checkpoint"), given.get("meta")
+    chosen, meta = options.get("model") or options.get("checkpoint"), options.get("meta")
     if chosen is None:
         raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
-    if given.get("model"):
-        prepare_model(str(chosen), given.get("download", False))
+    if options.get("model"):
+        prepare_model(str(chosen), options.get("download", False))
     arguments: dict[str, Any] = {"meta": str(meta)} if meta else {}
-    if given.get("mask_token_id") is not None:
-        arguments["mask_token"] = given["mask_token_id"]
-    weights = None if given.get("model") else str(chosen)
+    if options.get("mask_token_id") is not None:
+        arguments["mask_token"] = options["mask_token_id"]
+    weights = None if options.get("model") else str(chosen)
     return ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text")
 
 
@@ -189,7 +189,7 @@ def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def drawn_or_given(path: Any, checkpoint: Any, drawn: Any, most: int) -> Any:
+def benchmark_prompts(path: Any, checkpoint: Any, drawn: Any, most: int) -> Any:
     """The first `most` prompts of the file, or drawn ones."""
     from gpuinfer.lab.bench.generators import prompts_from_file
     from gpuinfer.text.language import open_language

@@ -125,8 +125,8 @@ def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend,
         from gpuinfer.backends.fallback import with_fallback
 
         local = registry.load("backends", common.fallback)
-        given = merged.options("backends", common.fallback, local)
-        backend = with_fallback(backend, common.backend, common.fallback, local, given)
+        local_options = merged.options("backends", common.fallback, local)
+        backend = with_fallback(backend, common.backend, common.fallback, local, local_options)
     return backend, _made("strategies", common.strategy, merged, setup)
 
 

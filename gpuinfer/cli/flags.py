@@ -230,7 +230,7 @@ SHOWN_ONLY = (
     "quiet",
     "verbose",
     "trial",
-)  # how a run is shown, not what it does
+)  # how a run is displayed, not what it does
 
 
 def spelled(name: str, values: Mapping[str, Any]) -> str:

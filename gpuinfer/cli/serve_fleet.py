@@ -206,7 +206,7 @@ class _Life:
 
         self._loop = asyncio.get_running_loop()
         fleet = Fleet(plan, launcher, self._tell, telemetry or NO_TELEMETRY)
-        with signals.handled(self._asked, self._insist, self._force):
+        with signals.handled(self._on_first_signal, self._insist, self._force):
             try:
                 if not await self._unless(self._stop, fleet.start()):
                     return DONE
@@ -228,7 +228,7 @@ class _Life:
         await asyncio.wait((working,), timeout=LEFT_S)
         return None
 
-    def _asked(self, number: int) -> None:
+    def _on_first_signal(self, number: int) -> None:
         """The first signal, from another thread."""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self._tell(f"{name}: finishing what is under way, for {self._drain_s:g} s at most. Once more ends at once.")

@@ -157,17 +157,17 @@ class ControlServer:
     async def _change(self, form: type[msgspec.Struct], exchange: Exchange) -> None:
         """Other weights or adapters for all replicas, or memory that all are to give back."""
         try:
-            asked: Any = msgspec.json.decode(exchange.body or b"{}", type=form)
-            if isinstance(asked, FreeBody):
-                exchange.respond(200, encode(await self._fleet.free_memory(msgspec.to_builtins(asked))))
+            body: Any = msgspec.json.decode(exchange.body or b"{}", type=form)
+            if isinstance(body, FreeBody):
+                exchange.respond(200, encode(await self._fleet.free_memory(msgspec.to_builtins(body))))
                 return
-            if isinstance(asked, LoadBody):
-                version = asked.version or self._fleet.changes.next_version()
-                asked = UpdateBody(version=version, weights=asked.lora_path, adapter=asked.lora_name, model=asked.model)
-            if isinstance(asked, UpdateBody):
-                await self._fleet.update(msgspec.to_builtins(asked))
+            if isinstance(body, LoadBody):
+                version = body.version or self._fleet.changes.next_version()
+                body = UpdateBody(version=version, weights=body.lora_path, adapter=body.lora_name, model=body.model)
+            if isinstance(body, UpdateBody):
+                await self._fleet.update(msgspec.to_builtins(body))
             else:
-                await self._fleet.unload(asked.lora_name, asked.model)
+                await self._fleet.unload(body.lora_name, body.model)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             exchange.refuse(400, f"{error}. Correct it.")
         except UsageError as error:
@@ -180,8 +180,8 @@ class ControlServer:
     async def _profile(self, exchange: Exchange) -> None:
         """Of one replica, whose answer it is."""
         try:
-            asked = profile_body(exchange.body)
-            response = await self._fleet.profile(asked.seconds, asked.worker)
+            options = profile_body(exchange.body)
+            response = await self._fleet.profile(options.seconds, options.worker)
         except UsageError as error:
             exchange.refuse(400, str(error))
         except WorkError as error:

@@ -68,7 +68,7 @@ class PrivateFolder:
 
 class FleetFolder(PrivateFolder):
     """Made at once. `shared`: where it must lie for other hosts to see it. `logs`: a folder of the user's for logs.
-    `keys`: lines of a key file; replicas let these in beside the router.
+    `keys`: lines of a key file; replicas accept these as well as the router's key.
     """
 
     def __init__(self, shared: Path | None = None, logs: Path | None = None, keys: Sequence[str] = ()) -> None:

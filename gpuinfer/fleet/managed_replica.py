@@ -195,7 +195,7 @@ class ManagedReplica(Worker):
             while not ready.done():
                 await asyncio.wait({ready}, timeout=self.checks.interval_s)
                 suspended = suspended + 1 if launched.suspended else 0
-                if suspended >= self.checks.late_looks:
+                if suspended >= self.checks.late_checks:
                     raise WorkError(f"{plan.name} was suspended while it started, and killed.")
             return launched, ready.result()
         finally:

@@ -108,14 +108,14 @@ class HealthChecks:
     timeout_s: float = 3.0
 
     @property
-    def late_looks(self) -> int:
+    def late_checks(self) -> int:
         """Checks in a row without an answer that end a replica."""
         return max(1, math.ceil(self.timeout_s / self.interval_s))
 
     @property
-    def doubtful_looks(self) -> int:
+    def doubtful_checks(self) -> int:
         """Checks in a row without an answer that make its health doubtful."""
-        return max(1, self.late_looks // 2)
+        return max(1, self.late_checks // 2)
 
 
 MOST_PORT = 65_535
@@ -140,8 +140,8 @@ class FleetPlan:
     port: int = 0  # 0: a free one
     router_processes: int = 1
     worker_port: int | None = None  # of replicas on one host, counted up from it; None: any free ones
-    open_workers: bool = False  # whether whoever reaches a replica may send it requests, past the router
-    worker_keys: tuple[str, ...] = ()  # lines of a key file; who has one may do so too
+    open_workers: bool = False  # whether any client may send requests directly to a replica
+    worker_keys: tuple[str, ...] = ()  # lines of a key file; clients with one of these keys may do so too
     health: HealthChecks = HealthChecks()
     queue: Literal["replica", "global"] = "replica"
     max_inputs: int | None = None  # requests under way at one replica; None: no bound, or what each has room for

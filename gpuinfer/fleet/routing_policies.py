@@ -29,7 +29,7 @@ class Random(RoutingPolicy):
 
     needs_load = False
 
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+    def choose(self, loads: Sequence[ReplicaLoad], request: RoutedRequest) -> RoutingChoice:
         return RoutingChoice(loads[int(self.dice.random() * len(loads))], "random")
 
 
@@ -39,7 +39,7 @@ class RoundRobin(RoutingPolicy):
     needs_load = False
     _last = -1  # member
 
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+    def choose(self, loads: Sequence[ReplicaLoad], request: RoutedRequest) -> RoutingChoice:
         last, after, lowest = self._last, None, loads[0]
         for load in loads:
             if load.member > last:
@@ -71,7 +71,7 @@ def load_reason(policy: str, chosen: float, other: float) -> str:
 class LeastLoaded(RoutingPolicy):
     """The one with the least in flight for its speed; of equals any, so that routers do not all run to the same one."""
 
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+    def choose(self, loads: Sequence[ReplicaLoad], request: RoutedRequest) -> RoutingChoice:
         least = other = math.inf
         chosen, equals, draw = loads[0], 0, self.dice.random
         for load in loads:
@@ -95,7 +95,7 @@ class PowerOfTwo(RoutingPolicy):
     late (Mitzenmacher, "The power of two choices in randomized load balancing", 2001).
     """
 
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
+    def choose(self, loads: Sequence[ReplicaLoad], request: RoutedRequest) -> RoutingChoice:
         count, draw = len(loads), self.dice.random
         if count == 1:
             return RoutingChoice(loads[0], "power-of-two alone")
@@ -131,10 +131,10 @@ class Sticky(RoutingPolicy):
         self._margin = self.options.margin
         self._least = LeastLoaded(self.setup)
 
-    def choose(self, loads: Sequence[ReplicaLoad], asking: RoutedRequest) -> RoutingChoice:
-        if asking.affinity is None:
-            return self._least.choose(loads, asking)
-        key = hashed(asking.affinity)
+    def choose(self, loads: Sequence[ReplicaLoad], request: RoutedRequest) -> RoutingChoice:
+        if request.affinity is None:
+            return self._least.choose(loads, request)
+        key = hashed(request.affinity)
         # A product with an odd number, modulo 2^64, compared by its high bits, is as even as another blake2b, and takes
         # a tenth of the time (Dietzfelbinger et al., "A reliable randomized algorithm for the closest-pair problem",
         # 1997).
@@ -142,7 +142,7 @@ class Sticky(RoutingPolicy):
         favourite = loads[hashes.index(max(hashes))]
         ahead = favourite.in_flight / favourite.speed
         if ahead > self._margin:  # else nobody can be so far behind it
-            chosen = self._least.choose(loads, asking).load
+            chosen = self._least.choose(loads, request).load
             least = chosen.in_flight / chosen.speed
             if ahead - least > self._margin:
                 return RoutingChoice(chosen, load_reason("sticky-broken", ahead, least))
@@ -160,21 +160,21 @@ def policy_class(name: str) -> type[RoutingPolicy]:
     return found
 
 
-def check_policy_options(name: str, given: Mapping[str, GivenValue]) -> dict[str, Any]:
+def check_policy_options(name: str, values: Mapping[str, GivenValue]) -> dict[str, Any]:
     """Options as the policy of this name takes them; it is built once, to see that it can be. Raises `UsageError` for
     what it does not take, and `WorkError` for what it raises.
     """
     kind = policy_class(name)
     if (missing := kind.missing()) is not None:
         raise UsageError(f"routing policy '{name}' cannot be used here: {missing}")
-    checked = options.check(kind.Options, given, f"routing policy '{name}'")
+    checked = options.check(kind.Options, values, f"routing policy '{name}'")
     blame.make(kind, Setup(), checked)
     return checked
 
 
-def make_policy(name: str, seed: int, **given: Any) -> RoutingPolicy:
+def make_policy(name: str, seed: int, **values: Any) -> RoutingPolicy:
     """The policy of this name; the seed decides what it leaves to chance. Raises as `check_policy_options` does."""
-    return blame.make(policy_class(name), Setup(seed=seed), given)
+    return blame.make(policy_class(name), Setup(seed=seed), values)
 
 
 L = TypeVar("L", bound=ReplicaLoad)
@@ -189,10 +189,10 @@ class PolicyGuard:
         self._fallback = LeastLoaded(policy.setup)
         self._reasons: set[str] = set()  # that have been looked at, and fit a header
 
-    def choose(self, loads: Sequence[L], asking: RoutedRequest) -> tuple[L, str]:
+    def choose(self, loads: Sequence[L], request: RoutedRequest) -> tuple[L, str]:
         """One of `loads`, which are never empty, and why."""
         try:
-            choice = self.policy.choose(loads, asking)
+            choice = self.policy.choose(loads, request)
             if type(choice) is RoutingChoice and choice[0] in loads and choice[1] in self._reasons:
                 return choice  # type: ignore[return-value]
             wrong = choice.fault(loads) if isinstance(choice, RoutingChoice) else "that is no RoutingChoice"
@@ -206,5 +206,5 @@ class PolicyGuard:
                 return choice  # type: ignore[return-value]
             fault = blame.failure(self.policy, f"choose returned {repr(choice)[:80]}, and {wrong}")
         self._on_fault(f"{fault} The least loaded replica is taken in its place.")
-        found: Any = self._fallback.choose(loads, asking)
+        found: Any = self._fallback.choose(loads, request)
         return found.load, f"fallback {found.why}"

@@ -93,7 +93,7 @@ class Fleet:
         self._scaler = Scaler(plan.limits)
         self._counting = ReplicaCounters()
         self._draining = False
-        self._policy_faults: set[str] = set()  # that people have been told of
+        self._policy_faults: set[str] = set()  # that have been reported
         self._tasks: list[asyncio.Task[None]] = []
         self._folder = FleetFolder(launcher.shared, plan.logs, plan.worker_keys)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())

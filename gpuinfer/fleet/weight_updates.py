@@ -77,9 +77,9 @@ class WeightUpdates:
 
     async def free_memory(self, workers: Iterable[Worker], body: Mapping[str, Any]) -> dict[str, int]:
         """Have all replicas that are up give memory back; the sums of what they say, and of what is free the least."""
-        given = {name: value for name, value in body.items() if value is not None}
+        fields = {name: value for name, value in body.items() if value is not None}
         up = [one for one in workers if one.ours and one.state == "up"]
-        each = await asyncio.gather(*(self._ask(one, FREE, given) for one in up), return_exceptions=True)
+        each = await asyncio.gather(*(self._ask(one, FREE, fields) for one in up), return_exceptions=True)
         answers = [one for one in each if not isinstance(one, BaseException)]
         if not answers:
             raise next(

@@ -30,10 +30,10 @@ HeartbeatState = Literal["well", "late", "stuck"]
 class ProbeHeartbeat:
     """The heartbeat of one replica since it came up."""
 
-    __slots__ = ("_answered", "_late_looks", "_stuck", "missed")
+    __slots__ = ("_answered", "_late_checks", "_stuck", "missed")
 
-    def __init__(self, late_looks: int = HealthChecks().late_looks) -> None:
-        self._answered, self._late_looks = True, late_looks
+    def __init__(self, late_checks: int = HealthChecks().late_checks) -> None:
+        self._answered, self._late_checks = True, late_checks
         self.missed = self._stuck = 0  # checks in a row without an answer; answers in a row that say stuck
 
     def answer(self, *, stuck: bool) -> None:
@@ -47,7 +47,7 @@ class ProbeHeartbeat:
         self._answered = False
         if self._stuck >= STUCK_LOOKS:
             return "stuck"
-        return "late" if self.missed >= self._late_looks else "well"
+        return "late" if self.missed >= self._late_checks else "well"
 
 
 ANSWER_S = 10.0  # timeout of a probe, far beyond the heartbeat's; where that is longer, twice it
@@ -105,7 +105,7 @@ class Worker(ABC):
         self.failure = ""  # why it last went down
         self.leaving = False  # it drains, and is not started again
         self._changed, self._tell = changed, tell
-        self._heartbeat = ProbeHeartbeat(checks.late_looks)
+        self._heartbeat = ProbeHeartbeat(checks.late_checks)
         self._nudged = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -137,7 +137,7 @@ class Worker(ABC):
     @property
     def healthy(self) -> bool:
         """Whether the member takes requests and has answered the last probes."""
-        return self.state == "up" and self._heartbeat.missed < self.checks.doubtful_looks
+        return self.state == "up" and self._heartbeat.missed < self.checks.doubtful_checks
 
     @property
     def condition(self) -> str:
@@ -181,7 +181,7 @@ class Worker(ABC):
     async def _probed(self, host: str, port: int) -> Any:
         """Probe the member meanwhile: at each interval, and when `nudge` is called."""
         self.host, self.port = host, port
-        self._heartbeat, self.health = ProbeHeartbeat(self.checks.late_looks), None
+        self._heartbeat, self.health = ProbeHeartbeat(self.checks.late_checks), None
         answer_s = max(ANSWER_S, 2 * self.checks.timeout_s)
         client = HttpClient(f"http://{bracketed(host)}:{port}", connections=1, timeout_s=answer_s)
         probing = asyncio.create_task(self._probe(client))

@@ -26,7 +26,7 @@ SERVICE = "gpuinfer"
 def destinations(flag: str, endpoint: str | None, signals: tuple[Signal, ...] = SIGNALS) -> dict[Signal, str | None]:
     """Of the `signals` those that are exported, each with its URL; None: the one that the SDK finds by its variables.
 
-    `endpoint`, which was given by the `flag`, is that of a collector (http://host:4318), or of one signal with its path
+    `endpoint`, the value of `flag`, is that of a collector (http://host:4318), or of one signal with its path
     (http://host:4318/v1/traces). Without it a signal is exported where a variable names an endpoint for it, or `otlp`
     as its exporter. Raises `UsageError` for an endpoint that is no URL; what is not supported in a variable is warned
     of, and that signal left out.
@@ -50,8 +50,8 @@ def destinations(flag: str, endpoint: str | None, signals: tuple[Signal, ...] = 
             continue
         for place in (endpoint, named):
             if place and not place.startswith(("http://", "https://")):
-                given = flag if place == endpoint else "the endpoint in the environment"
-                raise UsageError(f"{given} {place}: telemetry is sent over HTTP. Give http://host:4318.")
+                source = flag if place == endpoint else "the endpoint in the environment"
+                raise UsageError(f"{source} {place}: telemetry is sent over HTTP. Give http://host:4318.")
         if endpoint is None:
             found[signal] = None
         elif (only := _signal_in(endpoint)) is None:

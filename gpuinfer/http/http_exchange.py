@@ -50,8 +50,8 @@ def is_kserve(path: str) -> bool:
 
 def error_bytes(message: str, type: str, code: str | None = None, path: str = "") -> bytes:
     """The body of an error in OpenAI's shape, or in KServe's where the path is one of its protocol."""
-    told = error_body(message, type, None, code)
-    return json.dumps({"error": told["error"]["message"]} if is_kserve(path) else told).encode()
+    error = error_body(message, type, None, code)
+    return json.dumps({"error": error["error"]["message"]} if is_kserve(path) else error).encode()
 
 
 def error_type_of(status: int) -> str:

@@ -40,7 +40,7 @@ def is_network(name: str | None) -> bool:
 
 
 def refuse_of_networks(options: NetworkOptions, called: object) -> None:
-    """Raises `UsageError` for options of a network that were given with the model of text `called`."""
+    """Raises `UsageError` for options of a network that were passed with the model of text `called`."""
     if unheard := [one for one in OF_NETWORKS if getattr(options, one) is not None]:
         raise UsageError(
             f"--{unheard[0]} belongs to a network of rows, and '{called}' is a model of text. Leave it out."

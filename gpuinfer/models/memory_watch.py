@@ -1,4 +1,4 @@
-"""A look at a device's free memory now and then, beside whatever computes there."""
+"""Checks a device's free memory periodically, while models compute there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gpuinfer.host import error_text
 
 logger = logging.getLogger("gpuinfer")
 
-LOOK_S = 1.0  # between two looks
-MOST_LOOKS = 64  # of which one is taken where the last one came to nothing
+LOOK_S = 1.0  # between two checks
+MOST_LOOKS = 64  # periods between two checks at most, while `fit` finds nothing to release
 
 
 class MemoryWatch:
     """A thread that calls `fit` when that `is_due`. `fit` answers whether it came to anything: a process that is short
-    of memory for long is not held up every second. Both may raise, also once what they look at is closed.
+    of memory for long is not held up every second. Both may raise, also once the model is closed.
     """
 
     def __init__(self, is_due: Callable[[], bool], fit: Callable[[], bool]) -> None:
@@ -25,13 +25,13 @@ class MemoryWatch:
         threading.Thread(target=self._run, name="gpuinfer-memory", daemon=True).start()
 
     def stop(self) -> None:
-        """No look begins any more; one under way is not waited for."""
+        """No check begins any more; one under way is not waited for."""
         self._stopped.set()
 
     def _run(self) -> None:
-        looks = 1
-        while not self._stopped.wait(looks * LOOK_S):
+        periods = 1
+        while not self._stopped.wait(periods * LOOK_S):
             try:
-                looks = min(2 * looks, MOST_LOOKS) if self._is_due() and not self._fit() else 1
-            except Exception as error:  # noqa: BLE001  a look that failed; the next one may not
+                periods = min(2 * periods, MOST_LOOKS) if self._is_due() and not self._fit() else 1
+            except Exception as error:  # noqa: BLE001  a check that failed; the next one may not
                 logger.debug("memory could not be fitted: %s", error_text.short_message(error))

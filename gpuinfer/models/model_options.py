@@ -124,15 +124,15 @@ def stage_shares(stages: int | str) -> tuple[StageShare, ...] | None:
     return tuple(found)
 
 
-def _stages(given: Any) -> Any:
+def _stages(value: Any) -> Any:
     """A number of stages, also where it is written as text, `auto`, or their shares."""
-    if isinstance(given, str) and given.isdecimal():
-        given = int(given)
-    if isinstance(given, int) and not isinstance(given, bool) and not 2 <= given <= MOST_STAGES:
-        raise ValueError(f"{given} stage{'' if given == 1 else 's'}, and there are 2 to {MOST_STAGES}. {SHARES_CURE}")
-    if isinstance(given, str):
-        stage_shares(given)
-    return given
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and not 2 <= value <= MOST_STAGES:
+        raise ValueError(f"{value} stage{'' if value == 1 else 's'}, and there are 2 to {MOST_STAGES}. {SHARES_CURE}")
+    if isinstance(value, str):
+        stage_shares(value)
+    return value
 
 
 def with_stage_devices(setup: Setup, stages: int | str) -> Setup:
@@ -144,8 +144,8 @@ def with_stage_devices(setup: Setup, stages: int | str) -> Setup:
         return setup
     named = list(dict.fromkeys(share.device for share in shares))
     kind = named[0].partition(":")[0]
-    given = {one if (index := index_of(one)) is None or one == kind else f"cuda:{index}" for one in setup.devices}
-    if not given <= {"auto", "all", kind} and given != set(named):
+    selected = {one if (index := index_of(one)) is None or one == kind else f"cuda:{index}" for one in setup.devices}
+    if not selected <= {"auto", "all", kind} and selected != set(named):
         raise UsageError(
             f"--device {','.join(setup.devices)}, and stages={stages} puts the layers on {', '.join(named)}. Leave "
             "--device out, or name the same devices."
@@ -153,9 +153,9 @@ def with_stage_devices(setup: Setup, stages: int | str) -> Setup:
     return replace(setup, devices=tuple(named))
 
 
-def _point(given: Any) -> Any:
+def _point(value: Any) -> Any:
     """A layer by its number, also where it is written as text, or by its name."""
-    return int(given) if isinstance(given, str) and given.isdecimal() else given
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 Stages = Annotated[

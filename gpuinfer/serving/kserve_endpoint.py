@@ -237,7 +237,7 @@ class KServeModel:
             datatype = BYTES if isinstance(found, list) else DATATYPES[found.dtype.name]
             sizes = [] if isinstance(found, list) else list(found.shape)
             fits = len(sizes) == len(shape) and all(
-                size in (-1, given) for size, given in zip(shape, sizes, strict=False)
+                size in (-1, actual) for size, actual in zip(shape, sizes, strict=False)
             )
             if datatype != one["datatype"] or not fits:
                 raise BadRequest(

@@ -23,8 +23,8 @@ LEAST_S = 1e-3  # of a timeout that is over
 
 class PromptRequester:
     """Sends prompts with at most `rows` rows under way in total; a request has at most `widest` rows. `tries`: how
-    often a request is sent at most while the queue is full. `request`: what else `infer` is told of each, such as its
-    priority. A `timeout` counts from when a prompt is asked, for all of its requests together.
+    often a request is sent at most while the queue is full. `request`: further arguments of `infer` for each, such as
+    its priority. A `timeout` counts from the call of `ask`, for all requests of a prompt together.
     """
 
     def __init__(self, infer: Infer, rows: int, widest: int, *, tries: int = TRIES, **request: Any) -> None:

@@ -116,7 +116,7 @@ def update_routes(service: ModelService, taken: Collection[str]) -> list[Route]:
         await session.update(asked.version, asked.weights, adapter=asked.adapter, drain=asked.drain)
         return {"version": asked.version}
 
-    async def free(asked: FreeBody) -> dict[str, Any]:
+    async def free(body: FreeBody) -> dict[str, Any]:
         return dict(await session.free_memory())
 
     def reading(body: type[Struct], change: Callable[[Any], Awaitable[dict[str, Any]]]) -> Work:

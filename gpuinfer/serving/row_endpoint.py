@@ -151,10 +151,10 @@ class EvaluateEndpoint:
         written = await asyncio.to_thread(self._json, result, alone) if len(block) > MANY else self._json(result, alone)
         exchange.respond(200, written, headers=plain_headers(asking.id))
 
-    async def answer(self, block: Any, asking: RequestContext) -> Result:
+    async def answer(self, block: Any, context: RequestContext) -> Result:
         """The model's answer to rows of the reader: an array [rows, …], or a tuple or dict of such."""
         group = self.reader.group_of(block) if isinstance(self.reader, LayoutReader) else None
-        result = await self._session(block, rows=len(block), group=group, **session_arguments(asking))
+        result = await self._session(block, rows=len(block), group=group, **session_arguments(context))
         return result.value if isinstance(result, CheckedResult) else result
 
     def parts(self, result: Result) -> Mapping[str, Any] | None:
@@ -177,5 +177,5 @@ class EvaluateEndpoint:
             return one[0].tolist() if alone else one.tolist()
 
         parts = self.parts(result)
-        said = plain(np.asarray(result)) if parts is None else {name: plain(one) for name, one in parts.items()}
-        return encode({"y" if alone else "outputs": said})
+        values = plain(np.asarray(result)) if parts is None else {name: plain(one) for name, one in parts.items()}
+        return encode({"y" if alone else "outputs": values})

@@ -283,17 +283,17 @@ def completions(service: ModelService, url: str) -> Work:
 
 
 def keyed_prompts(
-    asked: Sequence[ParsedRequest],
-    asking: RequestContext,
+    requests: Sequence[ParsedRequest],
+    context: RequestContext,
     adapter: str | None,
     begun: Mapping[int, ResumedSample] | None = None,
 ) -> list[Prompt]:
     """The prompts of one request, each with its adapter, its key, and what an earlier attempt has sent of it."""
-    prompts, several, samples = [], len(asked) > 1, asked[0].prompt.samples
-    for index, one in enumerate(asked):
+    prompts, several, samples = [], len(requests) > 1, requests[0].prompt.samples
+    for index, one in enumerate(requests):
         own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
         if one.prompt.sampling.seed is None:  # each draws its own answer; those with a seed that of the seed
-            own["key"] = f"{asking.id}.{index}" if several else asking.id
+            own["key"] = f"{context.id}.{index}" if several else context.id
         if begun is not None:
             known = (begun.get(index * samples + sample) for sample in range(samples))
             own["begun"] = tuple(() if one is None else one.tokens for one in known)

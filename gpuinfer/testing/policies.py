@@ -57,8 +57,8 @@ def fleets(seed: int = 0) -> Iterator[tuple[str, list[ReplicaLoad], RoutedReques
 
 def _fault_of_choices(make: Make) -> str | None:
     policy = make()
-    for case, loads, asking in fleets():
-        choice = policy.choose(tuple(loads), asking)
+    for case, loads, request in fleets():
+        choice = policy.choose(tuple(loads), request)
         fault = choice.fault(loads) if isinstance(choice, RoutingChoice) else "that is no RoutingChoice"
         if fault is not None:
             return f"{case}: it chose {repr(choice)[:80]}, and {fault}. Return RoutingChoice(load, why)."
@@ -76,9 +76,9 @@ def _fault_alone(make: Make) -> str | None:
 
 def _fault_of_keeping(make: Make) -> str | None:
     policy = make()
-    for case, loads, asking in fleets():
+    for case, loads, request in fleets():
         before = _seen(loads)
-        policy.choose(tuple(loads), asking)
+        policy.choose(tuple(loads), request)
         if _seen(loads) != before:
             return f"{case}: it has changed a load. Leave that to the router, which counts what it sends."
     return None
@@ -87,8 +87,8 @@ def _fault_of_keeping(make: Make) -> str | None:
 def _fault_of_repeating(make: Make) -> str | None:
     made = make()
     one, other = (type(made)(Setup(seed=7), **made.options.model_dump()) for _ in range(2))
-    for case, loads, asking in fleets():
-        if one.choose(tuple(loads), asking).load is not other.choose(tuple(loads), asking).load:
+    for case, loads, request in fleets():
+        if one.choose(tuple(loads), request).load is not other.choose(tuple(loads), request).load:
             return f"{case}: two policies of one seed chose differently. Draw from `self.dice` alone."
     return None
 

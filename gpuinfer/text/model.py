@@ -89,8 +89,8 @@ class TextModel:
         lane: Callable[[str], Lane] | None = None,
         resized: Callable[[int], None] = lambda slots: None,
     ) -> TextModel:
-        """Load the model. `stepped` is called, on the loop, with the rows and seconds of each forward step; each has a
-        turn of `place`, beside those of other models. `lane` makes a lane of the ledger for each stage. `resized` is
+        """Load the model. `stepped` is called, on the loop, with the rows and seconds of each forward step; each takes
+        a turn at `place`, which other models share. `lane` makes a lane of the ledger for each stage. `resized` is
         called, on the loop, with the slots when there are others (`memory_fitting`).
 
         Raises `UsageError` when the model cannot be opened on this device.

@@ -124,7 +124,7 @@ WeightsOption = Annotated[
 
 KeepFree = Annotated[
     Annotated[int, Field(ge=1)] | None,
-    BeforeValidator(lambda given: size(given) if isinstance(given, str) else given),
+    BeforeValidator(lambda value: size(value) if isinstance(value, str) else value),
     Field(
         description="memory of the device that others are to find free, as 2GiB: below it what is not in use goes "
         "back, and text has fewer slots until there is room again"

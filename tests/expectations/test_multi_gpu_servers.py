@@ -218,7 +218,7 @@ async def test_a_replica_that_does_not_answer_for_the_health_timeout_is_replaced
 
 def test_the_health_flags_take_units_and_fit_one_another(gpuinfer):
     made = planned("--replicas 2 --health-interval 250ms --health-timeout 1.5s")
-    assert (made.health, made.health.late_looks) == (HealthChecks(0.25, 1.5), 6)
+    assert (made.health, made.health.late_checks) == (HealthChecks(0.25, 1.5), 6)
     code, _, said = gpuinfer(
         *shlex.split("serve --model tiny --replicas 2 --health-interval 2s --health-timeout 500ms")
     )
@@ -308,14 +308,14 @@ POLICIES = '''
         class Options(Options):
             word: str = Field("highest", description="what it says of its choice")
 
-        def choose(self, loads, asking):
+        def choose(self, loads, request):
             return RoutingChoice(max(loads, key=lambda load: load.member), self.options.word)
 
     class Broken(RoutingPolicy):
         """Raises, answers nothing, or a replica that is not there, in turns."""
         asked = 0
 
-        def choose(self, loads, asking):
+        def choose(self, loads, request):
             self.asked += 1
             if self.asked % 3 == 0:
                 raise KeyError("no such replica")

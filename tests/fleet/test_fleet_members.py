@@ -208,8 +208,8 @@ async def test_a_url_that_is_more_than_a_host_and_a_port_and_a_key_that_would_le
     ("steps", "states"),
     [
         pytest.param(
-            "." + "." * HealthChecks().late_looks,
-            ["well"] * HealthChecks().late_looks + ["late"],
+            "." + "." * HealthChecks().late_checks,
+            ["well"] * HealthChecks().late_checks + ["late"],
             id="late after 3 s without an answer",
         ),
         pytest.param("...a" * 5 + ".", ["well"] * 16, id="an answer between two checks is enough"),

@@ -55,7 +55,7 @@ class Display:
     """What people see of a run: progress on standard error, the result on standard output unless a report goes there.
 
     Only a terminal gets a live view, unless `live` is False. `quiet` leaves the result alone. `brief`: the workload has
-    shown its result itself, and what is said at the end is one line. `answers`: the result is what the workload wrote,
+    printed its result itself, and the final message is one line. `answers`: the result is what the workload wrote,
     so that `quiet` leaves the panel out too, unless something has failed.
     """
 

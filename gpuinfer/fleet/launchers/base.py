@@ -141,10 +141,10 @@ class Launcher(ABC):
         """Have each replica get one device, which the launcher chooses. Raises `UsageError` where `-L gpus` says
         otherwise. `flag`: that of the person who wants it.
         """
-        if (given := getattr(self.options, "gpus", None)) is not None:
+        if (gpus := getattr(self.options, "gpus", None)) is not None:
             raise UsageError(
-                f"{flag} gives each replica one device, and -L gpus={given} says how many it has. Give one of them: "
-                f"--replicas N with -L gpus={given}, or {flag}."
+                f"{flag} gives each replica one device, and -L gpus={gpus} says how many it has. Give one of them: "
+                f"--replicas N with -L gpus={gpus}, or {flag}."
             )
         self.options = self.Options(**{**self.options.model_dump(exclude_unset=True), "gpus": "1"})
 

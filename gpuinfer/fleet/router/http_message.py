@@ -13,7 +13,7 @@ CHANGES = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/up
 
 OF_MODELS = frozenset(
     {"/predict", "/tokenize", "/detokenize", "/rerank", "/v2/rerank", "/score"}
-)  # beside those of a prefix
+)  # in addition to those of a prefix
 PREFIXES = ("/v1/", "/v2/models/", "/v2/repository/")  # the last two of KServe's protocol
 
 CHUNKED, UNTIL_CLOSE = -1, -2  # lengths of bodies in chunks, and of bodies that end with their connection

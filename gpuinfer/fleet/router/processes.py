@@ -52,18 +52,19 @@ def router_main(
     """Runs until its owner ends it, or is gone."""
     children.set_up_child()
     machine.descriptors()  # as many as it may have
-    told = msgspec.msgpack.decode(config, type=RouterConfig)
-    if told.log is not None:  # requests on standard error, which is the supervisor's
+    settings = msgspec.msgpack.decode(config, type=RouterConfig)
+    if settings.log is not None:  # requests on standard error, which is the supervisor's
         handler, ours = logging.StreamHandler(), logging.getLogger("gpuinfer")
-        handler.setFormatter(JsonLogFormatter() if told.log == "json" else logging.Formatter("gpuinfer: %(message)s"))
+        formatter = JsonLogFormatter() if settings.log == "json" else logging.Formatter("gpuinfer: %(message)s")
+        handler.setFormatter(formatter)
         ours.setLevel(logging.INFO)
         ours.handlers = [handler]
-    kept = KeptRecords() if told.hands_over_log else None
+    kept = KeptRecords() if settings.hands_over_log else None
     if kept is not None:
         attach_log_handler(kept)
 
     async def serve() -> None:
-        await _RouterProcess(listeners, board, row, told, kept).run(line)
+        await _RouterProcess(listeners, board, row, settings, kept).run(line)
 
     with asyncio.Runner(loop_factory=new_network_loop) as runner:
         runner.run(serve())

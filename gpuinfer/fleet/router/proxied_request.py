@@ -29,7 +29,7 @@ TRY_AGAIN = frozenset({429, 502, 503})
 STALE_S = (
     0.1  # a connection used before that breaks so soon was closed while nobody looked, by no fault of the replica's
 )
-LEAST_S = 0.001  # that a replica is given for a request whose time is all but over
+LEAST_S = 0.001  # shortest timeout passed to a replica, for a request that is about to expire
 RETRY_S = 5  # after a wait that was too long
 STALE = 2  # times that a request is sent again for this reason
 

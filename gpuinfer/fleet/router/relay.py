@@ -72,7 +72,7 @@ DRAINING_S = 2.0  # until the roster shows that a replica drains
 REPORT_S = 0.1  # between two reports of one member's failures
 TIDY_S = 5.0  # between two searches for idle connections
 ANY = RoutedRequest()
-MOST_FAULTS = 16  # of a policy, that are told apart
+MOST_FAULTS = 16  # distinct faults of a policy that are reported
 RATE_SHARE = 0.02  # of a tick, in the moving average
 LONGEST_RETRY_S = 60
 QUEUE_FULL = "all replicas have as many requests as they may, and no more may wait here. Ask again later."
@@ -191,13 +191,13 @@ class Relay:
             for one in loads:
                 one.count_others()
         loads = tuple(loads)  # policies see it, and may not change it
-        asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._needs_affinity else ANY
-        replica, reason = self._policy.choose(loads, asking)
+        routed = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._needs_affinity else ANY
+        replica, reason = self._policy.choose(loads, routed)
         if bounded and self._shared:
             while not replica.enter_within_room():
                 if not (loads := tuple([one for one in loads if one is not replica])):
                     return False
-                replica, reason = self._policy.choose(loads, asking)
+                replica, reason = self._policy.choose(loads, routed)
         else:
             replica.enter()
         request.replica, request.reason = replica, reason

@@ -143,7 +143,7 @@ class RoutedReplica(ReplicaLoad):
 
     def enter_within_room(self) -> bool:
         """As `enter`, unless there is no room: other processes may have sent something meanwhile. Each counts itself in
-        before it looks, so that of two that want the last place at most one gets it.
+        before it checks, so that of two that want the last place at most one gets it.
         """
         self.own += 1
         self._counters[self._cells] = self.own
@@ -233,7 +233,7 @@ class ReplicaTable:
         self.refresh()
 
     def _room_of(self, member: FleetMember) -> float:
-        """Requests that it may have under way, whoever sends them."""
+        """Requests that it may have under way in total."""
         if self._config.max_inputs is not None:
             return self._config.max_inputs
         return (member.room or UNKNOWN_ROOM) if self._config.queue == "global" else math.inf

@@ -37,7 +37,7 @@ DRAWING = {"temperature": 0.8, "top_k": 200}  # as nanoGPT's sample.py draws
 class OptimizationPart:
     """A part of the whole: how it is switched off, and why it cannot be, where it is not at work here.
 
-    `order`: what its child is told beside what the whole is told; `at_once`: prompts under way, None for all.
+    `order`: the fields of its child's order that differ from the whole's; `at_once`: prompts under way, None for all.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Facts:
     cores: int
     kernels: bool  # of our own, for this model in its number format
     dtype: str
-    options: Mapping[str, Any]  # of the backend, as they were given
+    options: Mapping[str, Any]  # of the backend, as they were passed
     batch_size: int
     alike: int  # tokens that two prompts begin with, at most
 
@@ -232,8 +232,8 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         return "Nothing was measured that can be compared."
     clear = [one for one in measured if not (one["ci95"] and one["ci95"][0] <= 1 <= one["ci95"][1])]
     open_ones = [one["part"] for one in measured if one not in clear]
-    said = ", ".join(f"{one['part']} {one['brings']:.2f}×" for one in clear)
-    found = [f"Alone, each brings: {said}."] if clear else []
+    gains = ", ".join(f"{one['part']} {one['brings']:.2f}×" for one in clear)
+    found = [f"Alone, each brings: {gains}."] if clear else []
     found += [f"The noise leaves open what these bring: {', '.join(open_ones)}."] if open_ones else []
     return " ".join(found)
 

@@ -99,7 +99,7 @@ def _training_subjects(
     spec: ModelSpec, setup: Setup, options: Mapping[str, Any]
 ) -> Iterator[tuple[torch.device, int, MemorySubject]]:
     """A model that is trained, once with all activations kept and once with those of segments of its layers, where
-    these can be told apart.
+    these can be distinguished.
     """
     from gpuinfer.lab.memory.training_memory import TrainingSubject
     from gpuinfer.models.device import resolve_device

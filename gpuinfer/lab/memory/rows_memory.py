@@ -200,8 +200,8 @@ class StagedRows:
             return
         with sizes_named(self._spec):
             cut = cut_model(self._spec, self._setup, self._tuning())
-        given = self._options["split_points"] is not None or stage_shares(self._options["stages"]) is not None
-        self._split_by = "given" if given else "time"
+        configured = self._options["split_points"] is not None or stage_shares(self._options["stages"]) is not None
+        self._split_by = "given" if configured else "time"
         if stage_shares(self._options["stages"]) is None:
             self._options["split_points"] = [start for start, _ in cut.split[1:]]  # the same one whenever it is opened
         self._places, self._cut, self._rows = [str(place) for place in cut.places], cut.split, cut.rows

@@ -259,13 +259,13 @@ class StagedText(TextModelMemory):
         sizes = list(layer_bytes(known))
         heavy = model_weight_bytes(checkpoint.layout, self._dtype) > HEAVY  # which is not read just to time its layers
         shares = stage_shares(self._given.stages)
-        given = self._given.split_points is not None or shares is not None
-        if not given and self._loaded and not heavy:
+        configured = self._given.split_points is not None or shares is not None
+        if not configured and self._loaded and not heavy:
             self._split_by = "time"
             making = PortionSettings(self._shape, checkpoint.weights(self._dtype), self._dtype, self.length, False)
             cut = split_by_measured_times(making, checkpoint, self._places, self._setup, self._given)
         else:
-            self._split_by = "given" if given else "weights"
+            self._split_by = "given" if configured else "weights"
             cut = split_by_times([sizes] * len(self._places), checkpoint, known, self._places, self._setup, self._given)
         points = tuple(start for start, _ in cut.split[1:])
         self._cut = cut

@@ -48,7 +48,7 @@ class TrainingStep:
     def __init__(
         self, spec: ModelSpec, setup: Setup, options: Mapping[str, Any], device: torch.device, segments: Segments | None
     ) -> None:
-        """Raises `UsageError` for a model that cannot be loaded, or whose layers cannot be told apart."""
+        """Raises `UsageError` for a model that cannot be loaded, or whose layers cannot be distinguished."""
         refuse_float16_gradients(setup)
         divide_cores(setup, SimpleNamespace(**options))
         keep_freed_memory()
@@ -123,8 +123,8 @@ class TrainingSubject:
         segments: Segments | None = None,
         not_divided: str = "",
     ) -> None:
-        """`not_divided`: why there is no such model beside it whose layers are in segments."""
-        self._spec, self._setup, self._options, self._device, self._asked = spec, setup, options, device, segments
+        """`not_divided`: why its layers cannot be divided into segments, where they cannot."""
+        self._spec, self._setup, self._options, self._device, self._requested = spec, setup, options, device, segments
         self._not_divided = not_divided
         self.most, self.first, self.usual = MOST, LOOKED_AT[0], USUAL
         self.process = self._weights = self._gradients = self._row_bytes = 0
@@ -136,19 +136,19 @@ class TrainingSubject:
         TrainingStep(WARM_UP, self._setup, {**self._options, "loss": None, "layers": None}, self._device, None).step(8)
 
     def describe(self) -> None:
-        """Raises `UsageError` for layers that cannot be told apart."""
+        """Raises `UsageError` for layers that cannot be distinguished."""
         if self._loss:
             return
-        opened = TrainingStep(self._spec, self._setup, self._options, self._device, self._asked)
+        opened = TrainingStep(self._spec, self._setup, self._options, self._device, self._requested)
         few, more = LOOKED_AT
         small, large = (opened.step(rows) for rows in LOOKED_AT)
         each = max(0.0, (large - small) / (more - few))
         self._activations = Activations(max(0.0, large - each * more), each)
         self._weights, self._gradients = opened.weights_bytes, opened.trained_bytes
         batch = opened.batch(few)
-        given = sum(one.nbytes for one in (batch.features, *batch.targets.values()))
-        self._row_bytes = round(given / few)
-        self.segments = None if self._asked is None else opened.segments
+        batch_bytes = sum(one.nbytes for one in (batch.features, *batch.targets.values()))
+        self._row_bytes = round(batch_bytes / few)
+        self.segments = None if self._requested is None else opened.segments
         self._loss = opened.loss_name
 
     def parts(self, batch: int) -> MemoryParts:
@@ -162,7 +162,7 @@ class TrainingSubject:
         )
 
     def tensor_bytes(self, batch: int) -> int:
-        """Of all tensors at the widest moment of a step, without the process and what it holds beside them."""
+        """Of all tensors at the peak of a step, without the process and its other memory."""
         found, parts = self._activations, self.parts(batch)
         return parts.total - parts.process - parts.activations + round(found.fixed + found.each * batch)
 
@@ -173,7 +173,7 @@ class TrainingSubject:
         """Rows keep nothing."""
 
     def run(self, batch: int) -> float:
-        opened = TrainingStep(self._spec, self._setup, self._options, self._device, self._asked)
+        opened = TrainingStep(self._spec, self._setup, self._options, self._device, self._requested)
         seconds = []
         for _ in range(STEPS):
             watch = Stopwatch()
@@ -182,9 +182,9 @@ class TrainingSubject:
         return min(seconds)
 
     def facts(self) -> Mapping[str, Any]:
-        said = {name: self._spec.arguments[name] for name in ("actions", "seats") if name in self._spec.arguments}
+        sizes = {name: self._spec.arguments[name] for name in ("actions", "seats") if name in self._spec.arguments}
         why = {"not_divided": self._not_divided} if self._not_divided else {}
-        return {"features": self._spec.inputs, **said, "training": True, "loss": self._loss, **why}
+        return {"features": self._spec.inputs, **sizes, "training": True, "loss": self._loss, **why}
 
     def setting(self) -> Mapping[str, Any]:
         """What tells this way of training from others on the same device."""

@@ -75,7 +75,7 @@ def _message(error: BaseException, package: str) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-KV_CACHE = "kv"  # of what our own may do without, beside `PARTS` of `open_generator`
+KV_CACHE = "kv"  # a part of our own that can be switched off, in addition to `PARTS` of `open_generator`
 
 
 def gpuinfer(order: Order) -> tuple[str, Run]:

@@ -260,7 +260,7 @@ class Simulation:
         heapq.heappush(self._events, (when, next(self._numbers), None, None))
 
     def _turned_away(self, ask: Offer, why: str, now: float) -> None:
-        """The router has refused a request, or given up one that waited there."""
+        """The router has refused a request, or one has expired in its queue."""
         if self._closed is not None:
             self._left(as_request(ask, now), now, why == "expired")
 

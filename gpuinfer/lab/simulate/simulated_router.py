@@ -70,7 +70,7 @@ class SimulatedRouter:
         self._queue: RequestQueue[Offer] = RequestQueue(setup.queue_limit)
         self._keys: dict[int, QueueKey] = {}  # of those that wait, by their identity
         self._turned_away, self._ring_at = turned_away, ring_at
-        self._looks, self._keyed = policy.needs_load, policy.needs_affinity
+        self._needs_load, self._keyed = policy.needs_load, policy.needs_affinity
         self._bounded = self._room < math.inf
         self._plain = len(replicas) == 1 and not self._bounded
         self._affinities: dict[Hashable, bytes | None] = {None: None}
@@ -102,7 +102,7 @@ class SimulatedRouter:
         return found
 
     def expire(self, now: float) -> None:
-        """Give up what is late. To be called at the times that `ring_at` was told."""
+        """Refuse the requests that have expired. To be called at the times passed to `ring_at`."""
         for ask in self._queue:
             if ask.at + ask.timeout <= now:
                 self._take_out(ask)
@@ -113,7 +113,7 @@ class SimulatedRouter:
         self.waited, self.errors, self.classes = Histogram(), Counter(), Counter()
 
     def _with_room(self) -> list[ReplicaLoad]:
-        if self._looks or self._bounded:
+        if self._needs_load or self._bounded:
             for load, replica in zip(self._loads, self._replicas, strict=True):
                 load.in_flight = replica.under_way
         return [load for load in self._loads if load.in_flight < load.room] if self._bounded else self._loads
@@ -121,8 +121,8 @@ class SimulatedRouter:
     def _send(self, ask: Offer, loads: Sequence[ReplicaLoad], now: float) -> SimulatedReplica:
         if self._keyed and ask.client not in self._affinities:
             self._affinities[ask.client] = str(ask.client).encode()
-        asking = RoutedRequest(ask.rows, self._affinities[ask.client] if self._keyed else None)
-        replica = self._replicas[self._policy.choose(loads, asking)[0].member]
+        request = RoutedRequest(ask.rows, self._affinities[ask.client] if self._keyed else None)
+        replica = self._replicas[self._policy.choose(loads, request)[0].member]
         if self._bounded:
             self.waited.add(now - ask.at)
         replica.arrive(ask, now)

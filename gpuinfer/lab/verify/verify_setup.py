@@ -209,17 +209,17 @@ OF_ROWS = ("rows", "through", "replicas")
 
 def check_kind(options: VerifyOptions) -> None:
     """Raises `UsageError` for options of models of the other kind."""
-    given = options.model_fields_set
+    passed = options.model_fields_set
     if is_network(options.model):
         of_text = (*OF_TEXT, *UnmaskingOptions.model_fields, "transformers", "download")
-        if odd := [name for name in of_text if name in given]:
+        if odd := [name for name in of_text if name in passed]:
             raise UsageError(
                 f"--{odd[0].replace('_', '-')} is for models of text, and '{options.model}' takes rows. Leave it out."
             )
         return
     called = options.model or options.checkpoint or options.dcp_path or "this"
     refuse_of_networks(options, called)
-    if odd := [name for name in OF_ROWS if name in given]:
+    if odd := [name for name in OF_ROWS if name in passed]:
         raise UsageError(f"--{odd[0]} is for networks of rows, and '{called}' is a model of text. Leave it out.")
 
 

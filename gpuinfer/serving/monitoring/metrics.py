@@ -203,7 +203,7 @@ def _speculation(snapshot: Snapshot) -> Iterator[Family]:
         yield single_sample(f"gpuinfer_{name}", help_text, "counter", value)
 
 
-def _memory_given_back(snapshot: Snapshot) -> Iterator[Family]:
+def _released_memory(snapshot: Snapshot) -> Iterator[Family]:
     """What a model of text has left to others on its device."""
     steps = snapshot.device.get("steps") or {}
     for name, field, help_text in (
@@ -308,7 +308,7 @@ def snapshot_families(snapshot: Snapshot, floor: Floor | None = None) -> list[Fa
     microseconds too long; with `floor` a counter never falls, which would look like a new start from zero.
     """
     parts = (
-        *(_requests, _text, _unmasking, _speculation, _memory_given_back),
+        *(_requests, _text, _unmasking, _speculation, _released_memory),
         *(_batches, _lanes, _machine, _models),
     )
     families = [family for part in parts for family in part(snapshot)]

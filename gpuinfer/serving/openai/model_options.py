@@ -202,7 +202,7 @@ class AnswerOptions(UnmaskingOptions, SamplingOptions):
 
 def each_model(own: M, command: str) -> dict[str, M]:
     """The options of each of several models, by the names that rows give: as these, with one model. Of one model, as it
-    is named by itself, "" and the same options. Raises `UsageError` for options that are said of one model.
+    is named by itself, "" and the same options. Raises `UsageError` for options that apply to one model only.
     """
     named = None if own.model is None else models_in(own.model)
     if named is None:

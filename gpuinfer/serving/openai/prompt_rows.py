@@ -124,14 +124,14 @@ class PromptRowReader:
             asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
         return asked
 
-    def _choose(self, asked: ParsedRow, row: InputRow) -> None:
+    def _choose(self, parsed: ParsedRow, row: InputRow) -> None:
         """The model that answers. Raises `BadRequest`."""
         if not self._models:
             if row.model is not None:
                 why = f"the row names the model '{row.model[:MOST_SHOWN]}', and here is one model for all rows."
                 raise BadRequest(f"{why} Leave `model` out, or give --model NAME=…,NAME=….", "model")
             return
-        named = asked.model if row.model is None else row.model
+        named = parsed.model if row.model is None else row.model
         if named is None and isinstance(of_table := (row.metadata or {}).get("model"), str):
             named = of_table  # a column that is called so
         if named is None:
@@ -140,8 +140,8 @@ class PromptRowReader:
         if len(found) != 1:
             what = f"'{named[:MOST_SHOWN]}' {'may be several models' if found else 'is no model'} here"
             raise BadRequest(f"{what}. Name one of {listed_names(found or [*self._models])} as `model`.", "model")
-        asked.model = found[0]
-        asked.content += b"model" + found[0].encode()
+        parsed.model = found[0]
+        parsed.content += b"model" + found[0].encode()
 
     def _content(self, whole: tuple[Any, ...]) -> bytes:
         try:

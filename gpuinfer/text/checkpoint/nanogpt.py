@@ -1,6 +1,6 @@
 """Opens nanoGPT's `model.pt` (Karpathy 2022), which holds "model" and "model_args" or "config".
 
-The vocabulary of a model without a tokenizer is a file beside it: nanoGPT's meta.pkl, or the same as JSON.
+The vocabulary of a model without a tokenizer is a file next to it: nanoGPT's meta.pkl, or the same as JSON.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ TOKENIZERS = ("tokenizer.json", "vocab.json")
 
 
 def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
-    """`meta`: a file with the vocabulary, or a folder with a tokenizer; None: found beside the checkpoint, or where
-    nanoGPT has it, in `data` beside the checkpoint's folder.
+    """`meta`: a file with the vocabulary, or a folder with a tokenizer; None: found next to the checkpoint, or where
+    nanoGPT has it, in `data` next to the checkpoint's folder.
 
     Raises `UsageError`.
     """
@@ -145,7 +145,7 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
 
 
 def _data_folder(content: Mapping[str, Any], path: Path) -> list[Path]:
-    """Where nanoGPT's sample.py looks for the meta.pkl of a checkpoint that train.py saved: `data/DATASET`."""
+    """Where nanoGPT's sample.py searches for the meta.pkl of a checkpoint that train.py saved: `data/DATASET`."""
     config = content.get("config")
     dataset = config.get("dataset") if isinstance(config, Mapping) else None
     named = isinstance(dataset, str) and re.fullmatch(r"\w[\w.-]*", dataset)

@@ -314,7 +314,7 @@ def open_sized(
     `step_tokens` is the most tokens that one step will bring; `sharing` the models that have the CPU's memory together.
     On the CPU float32 and bfloat16 have compiled kernels of our own where the processor can run them; `threads` is how
     many take part. `quantised`: what matrices are rounded to; `kernels`: false for torch's operations alone. Raises
-    `UsageError` when the model does not fit, or the pages that were asked for do not.
+    `UsageError` when the model does not fit, or the requested pages do not.
     """
     if device.type == "cpu":
         torch.set_num_threads(threads)  # of this process: torch knows no other way

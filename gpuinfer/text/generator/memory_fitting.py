@@ -23,7 +23,7 @@ MORE = 1.25  # times as many pages: fewer more are not worth the change
 
 @dataclass(frozen=True, slots=True)
 class FreedMemory:
-    """What giving back came to. Bytes."""
+    """The result of releasing memory. Bytes."""
 
     freed_bytes: int  # that this process held before and does not hold now
     free_bytes: int  # of the device, afterwards
@@ -112,8 +112,8 @@ class MemoryFitter:
         pages = self._pages_at(free)
         if (pages < counted.pages) if short else self._grows(pages):
             before = counted.slots, counted.pages
-            asked = self.bounds.slots_at(pages)
-            counted.slots, counted.pages = self._generator.resize(asked, pages)
+            slots = self.bounds.slots_at(pages)
+            counted.slots, counted.pages = self._generator.resize(slots, pages)
             if (counted.slots, counted.pages) == before:
                 return counted.freed_bytes > had + WORTH
             counted.resized += 1
@@ -127,7 +127,7 @@ class MemoryFitter:
         return self._counted.pages < self.bounds.pages[1]
 
     def _pages_at(self, free: int) -> int:
-        """On CUDA all pages hold memory, whoever has them."""
+        """On CUDA all pages hold memory, in use or not."""
         held = self._generator.pages_in_use if self._generator.decoder.pages_go_back else self._counted.pages
         return self.bounds.pages_at(free, held)
 
@@ -136,7 +136,7 @@ class MemoryFitter:
         return pages > now and (pages >= MORE * now or pages == self.bounds.pages[1])
 
     def _return_memory(self) -> int:
-        """What is free, is the system's. The bytes that this process holds no more."""
+        """Return freed memory to the system; the bytes that this process released."""
         freed = release_memory([self._generator.decoder.device], self._generator.return_memory)["freed_bytes"]
         self._counted.freed_bytes += freed
         return freed
