@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from gpuinfer.host.process_memory import give_back, resident_bytes, runs_of
+from gpuinfer.host.process_memory import consecutive_runs, give_back, resident_bytes
 from gpuinfer.models import memory_watch
 from gpuinfer.models.memory_watch import MemoryWatch
 
@@ -19,7 +19,7 @@ WAIT_S = 60.0
     [([], []), ([3], [(3, 4)]), ([0, 1, 2], [(0, 3)]), ([7, 2, 1, 5, 1, 6], [(1, 3), (5, 8)])],
 )
 def test_numbers_become_runs_without_gaps(numbers, runs):
-    assert list(runs_of(numbers)) == runs
+    assert list(consecutive_runs(numbers)) == runs
 
 
 def test_memory_that_goes_back_is_no_longer_resident_and_zero_and_its_neighbours_stay():
