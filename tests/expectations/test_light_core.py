@@ -104,7 +104,11 @@ def served(environment, folder, *words):
         yield f"http://127.0.0.1:{json.loads(ready.read_text())['port']}"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(WAIT_S)
+        try:
+            process.wait(WAIT_S)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def asked(url, body=None):

@@ -364,7 +364,9 @@ def test_a_server_leaves_memory_to_others_by_itself_and_by_a_request(tmp_path):
         assert {"freed_bytes", "free_bytes", "freed_pages"} < json.loads(answer).keys()
         asking = {"model": "tiny", "prompt": ["Hello"] * 5, "max_tokens": 4}
         assert len(json.loads(asked(f"{url}/v1/completions", asking)[1])["choices"]) == 5
-    finally:
         server.send_signal(signal.SIGINT)
         server.communicate(timeout=WAIT_S)
+    finally:
+        server.kill()
+        server.communicate()
     assert server.returncode in (0, 3, -signal.SIGINT)

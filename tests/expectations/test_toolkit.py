@@ -339,8 +339,9 @@ def test_a_server_answers_with_a_profile_to_the_admin_key_alone_one_at_a_time(tm
     with serving(*words, folder=tmp_path) as server, ThreadPoolExecutor(2) as pool:
         admin, row = bearer("the-admin-key"), {"rows": [[1.0] * 4 + [0.25] * 12]}
         assert server.ask("/profile", {}, bearer("the-api-key")).status == 401
-        with pytest.raises(urllib.error.HTTPError, match="403"):  # a server without an admin key
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:  # a server without an admin key
             urllib.request.urlopen(f"{parts}/profile", b"{}", timeout=WAIT_S)
+        refused.value.close()
         for wrong in ({"seconds": 0}, {"seconds": 1000}, {"second": 1}, b"["):
             assert server.ask("/profile", wrong, admin).status == 400, wrong
         long = pool.submit(server.ask, "/profile", {"seconds": 2}, admin)

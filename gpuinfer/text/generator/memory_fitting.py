@@ -117,8 +117,8 @@ class MemoryFitter:
             if (counted.slots, counted.pages) == before:
                 return counted.freed_bytes > had + WORTH
             counted.resized += 1
+            self.resized(counted.slots)  # before it is told: who reads that finds it in force
             self._tell(short, free, before)
-            self.resized(counted.slots)
             return True
         return counted.freed_bytes > had + WORTH
 
