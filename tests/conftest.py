@@ -146,3 +146,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     wanted = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in wanted}))
     return True
+
+
+@pytest.fixture
+def unbounded_memory(monkeypatch):
+    """What a child that measures memory does to its own process is not done to a process of tests."""
+    from gpuinfer.models.footprint import MemoryMeter
+
+    monkeypatch.setattr(MemoryMeter, "bound", lambda self, beside: None)
+    monkeypatch.setattr(MemoryMeter, "forget", lambda self: None)

@@ -23,7 +23,7 @@ from gpuinfer.lab.memory.memory_options import MemoryOptions, memory_model
 from gpuinfer.lab.memory.probe_child import examine_memory
 from gpuinfer.lab.memory.rows_memory import RowsSubject, StagedRows
 from gpuinfer.lab.memory.text_memory import StagedText, TextSubject
-from gpuinfer.models.footprint import HELD, MemoryMeter, activations, weight_bytes
+from gpuinfer.models.footprint import HELD, activations, weight_bytes
 from gpuinfer.models.networks import PackedAffine
 from gpuinfer.models.pipeline import stage_plan
 from gpuinfer.text.checkpoint import open_checkpoint
@@ -222,10 +222,8 @@ def test_people_see_the_stages_of_all_devices_in_their_order_and_the_least_large
 
 
 @pytest.fixture
-def no_probe(monkeypatch):
-    """What the child would do to itself is not done to a process of tests, nor what only a probe needs."""
-    monkeypatch.setattr(MemoryMeter, "bound", lambda self, beside: None)
-    monkeypatch.setattr(MemoryMeter, "forget", lambda self: None)
+def no_probe(monkeypatch, unbounded_memory):
+    """Nor what only a probe needs."""
     for subject in (StagedRows, StagedText, TextSubject):
         monkeypatch.setattr(subject, "warm_up", lambda self: None)
     monkeypatch.setattr(stage_plan, "BUDGET_S", 0.0)

@@ -194,6 +194,7 @@ def examined_training(spec, **more):
     return document
 
 
+@pytest.mark.usefixtures("unbounded_memory")
 def test_training_with_checkpointing_has_fewer_activations_and_larger_batches():
     found = examined_training({"name": "blobnet", "inputs": 96, "arguments": {"actions": 40, "seats": 4}})
     kept, divided = found["devices"]
@@ -205,6 +206,7 @@ def test_training_with_checkpointing_has_fewer_activations_and_larger_batches():
     assert f"{divided['largest']['batch']:,}" in page.verdict
 
 
+@pytest.mark.usefixtures("unbounded_memory")
 def test_training_of_a_model_whose_layers_cannot_be_told_apart_says_why_there_is_one_column():
     found = examined_training({"name": f"{__name__}:NoLayers", **SIZED})
     assert len(found["devices"]) == 1

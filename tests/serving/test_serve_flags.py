@@ -123,7 +123,7 @@ def test_what_cannot_be_served_is_a_sentence_before_anything_is_loaded(gpuinfer,
     assert not (files / "logs").exists()
 
 
-@pytest.mark.parametrize("words", ["generate --prompt hi", "chat", "load", "selfplay", "rollouts --env guess"])
+@pytest.mark.parametrize("words", ["chat", "load", "selfplay", "rollouts --env guess"])
 def test_commands_that_run_one_model_say_where_several_are_served(gpuinfer, words):
     code, _, said = gpuinfer(*words.split(), "--model", "a=tiny,b=tiny")
     assert code == 2

@@ -1,7 +1,6 @@
 """Prompts become the tokens that transformers makes of them, or say why not."""
 
 import json
-import os
 import re
 
 import numpy as np
@@ -38,10 +37,13 @@ def refusal(opened, prompt) -> str:
 
 
 def transformers_tokenizer(path, kind="PreTrainedTokenizerFast"):
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
+    from huggingface_hub import constants  # noqa: F401  keeps what HF_HUB_OFFLINE was when it was imported
 
-    return getattr(transformers, kind).from_pretrained(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        import transformers
+
+        return getattr(transformers, kind).from_pretrained(str(path))
 
 
 @pytest.mark.parametrize("special_tokens", [True, False])
