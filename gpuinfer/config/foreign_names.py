@@ -30,18 +30,22 @@ EXPORTED = (
 DECIDES = "The model's folder decides that. Leave it out."
 NO_BEAMS = "There is no beam search. --num-samples N gives several answers."
 SERVED = "It is always served where the model can do it. Leave it out."
+IN_A_BATCH = "At most so many are in a batch: -B max_rows=N of networks of rows, -B slots=N of text."
+NO_GRPC = "There is no gRPC: Triton's clients for HTTP are served, with tensors as bytes. Leave it out."
 NO_VIRTUAL_LOSS = "Each tree is searched sequentially, many games at a time (--games-in-flight). Leave it out."
 
 OURS: dict[tuple[str, ...], str] = {
     ("--context",): "max-model-len c ctx-size n-ctx max-seq-len context-length",
     ("--batch-size", "-B slots=N"): "max-num-seqs np",
-    ("--batch-size", "-B max_rows=N"): "max-batch-size preferred-batch-size inference-batch-size",
+    ("--batch-size", IN_A_BATCH, "-B max_rows=N"): (
+        "batch-size max-batch-size preferred-batch-size inference-batch-size gpu-batch-size"
+    ),
     ("-S max_wait=10ms",): (
         "batch-timeout batch-timeout-ms batch-wait-timeout-s timeout-ms max-wait max-wait-ms max-latency-ms"
         " max-queue-delay-microseconds"
     ),
     ("--backend central",): "use-gpu-server gpu-server inference-server use-inference-server use-server central",
-    ("--backend vllm", "--replicas"): "num-engines engines vllm-num-engines",
+    ("--replicas", "--backend fleet -B replicas=N"): "num-engines engines vllm-num-engines",
     ("-B step_tokens=N",): "max-num-batched-tokens ub ubatch-size",
     ("-B pages=N",): "gpu-memory-utilization",
     ("-B parallel=layers",): "tensor-parallel-size tp",
@@ -51,11 +55,18 @@ OURS: dict[tuple[str, ...], str] = {
     ("Keys and values are kept in the --dtype of the run. Leave it out.",): "kv-cache-dtype",
     ("A page is 32 positions. Leave it out.",): "block-size",
     ("-B graphs=false",): "enforce-eager",
-    (ALWAYS,): "enable-prefix-caching enable-chunked-prefill cont-batching jinja",
+    ("-B graphs=true",): "cuda-graphs use-cuda-graphs",
+    ("--request-timeout",): "timeout",
+    ("--max-queue-rows",): "queue-size max-queue-size",
+    ("--constrain",): "logits-processor logits-processors",
+    (NO_GRPC,): "grpc-port",
+    (ALWAYS,): (
+        "enable-prefix-caching enable-chunked-prefill cont-batching jinja dynamic-batching use-kv-cache use-cache no-cache"
+    ),
     ("--api-key-file",): "api-key",
     ("--tls-key",): "ssl-keyfile",
     ("--tls-cert",): "ssl-certfile",
-    ("--adapter NAME=DIR",): "lora-modules enable-lora lora",
+    ("--adapter NAME=DIR",): "lora-modules enable-lora lora lora-rank",
     ("-B max_adapters=N",): "max-loras",
     (DECIDES,): "tokenizer chat-template",
     (FETCHED,): "revision hf hf-repo",
@@ -63,22 +74,22 @@ OURS: dict[tuple[str, ...], str] = {
     ("-B speculate=lookup",): "speculative-config speculative-decoding",
     ("-B draft=DIR",): "speculative-model draft-model model-draft md",
     ("--quiet",): "disable-log-requests silent",
-    ("--max-new-tokens",): "max-tokens predict n-predict tokens gen-length generation-length",
-    ("--num-samples",): "best-of num-return-sequences",
-    (NO_BEAMS,): "use-beam-search num-beams",
+    ("--max-new-tokens",): "max-tokens predict n-predict tokens gen-length generation-length sequence-length length",
+    ("--num-samples", "--samples-per-group"): "best-of num-return-sequences num-samples num-sequences group-size",
+    (NO_BEAMS,): "use-beam-search num-beams beam-size beam-width",
     ("--json-schema",): "guided-json",
     ("--regex",): "guided-regex",
     ("--choice",): "guided-choice",
     ("--grammar",): "guided-grammar grammar-file",
     ("--gpus", "--device cuda"): "num-gpus",
     ("--replicas",): "num-replicas nodes num-nodes",
-    ("--workers",): "num-workers num-env-runners actors num-processes jobs j",
+    ("--workers", "--replicas"): "workers num-workers num-env-runners actors num-processes jobs j",
     ("--workers", "-B threads=N"): "num-cpus",
     ("--launcher ray -L address=…", "--host"): "address",
     ("--max-inputs",): "max-ongoing-requests max-concurrent-requests max-concurrency target-inputs",
     ("--queue-limit", "--max-queue-rows"): "max-queued-requests",
     ("--max-replicas",): "autoscaling-config",
-    ("--port",): "dashboard-port",
+    ("--port",): "dashboard-port http-port",
     ("--max-new-tokens", "--num-samples"): "n",
     ("--device cuda", "--gpus"): "ngl gpu-layers n-gpu-layers",
     ("-B threads=N", "--workers"): "t threads",
@@ -86,8 +97,8 @@ OURS: dict[tuple[str, ...], str] = {
     ("-B slots=N",): "parallel",
     ("--temperature",): "temp do-sample",
     ("--repetition-penalty",): "repeat-penalty",
-    ("--input",): "f file i input-file",
-    ("--model",): "m nn-model player1 init-from",
+    ("--input",): "f file i input-file prompts-file prompt-file matches",
+    ("--model",): "m nn-model player1 init-from network net model-path model-dir model-name-or-path model-repository",
     ("--prompt",): "p start",
     ("--checkpoint", "--out", "--weights"): "out-dir",
     ("--meta",): "meta-path meta-file vocab",
@@ -98,8 +109,10 @@ OURS: dict[tuple[str, ...], str] = {
     ("/metrics is always served. Leave it out.",): "metrics",
     ("`gpuinfer chat` is a conversation.",): "cnv interactive",
     (SERVED,): "embedding embeddings reranking kserve",
-    ("--games",): "num-games episodes",
-    ("--simulations",): "max-simulations num-simulations mcts-simulations sims sims-per-move num-sims visits playouts",
+    ("--games", "--groups"): "num-games episodes num-episodes num-rollouts games",
+    (
+        "--simulations",
+    ): "max-simulations num-simulations mcts-simulations mcts-sims sims sims-per-move num-sims visits playouts",
     ("--exploration",): "uct-c cpuct c-puct",
     ("--noise",): "policy-epsilon",
     ("--concentration",): "policy-alpha dirichlet-alpha",
@@ -139,7 +152,7 @@ OURS: dict[tuple[str, ...], str] = {
     ("--input", "--prompts", "--records"): "dataset",
     ("--records", "--input"): "data",
     ("--weights", "--checkpoint"): "ckpt",
-    ("--weights",): "load",
+    ("--weights",): "load checkpoint",
     ("--resume",): "resume-from-checkpoint",
     ("--track tensorboard=DIR", CURVES): "tensorboard tensorboard-dir",
     ("--track wandb=PROJECT", CURVES): "wandb wandb-project",
@@ -198,12 +211,13 @@ def option_hint(word: str, known: Collection[str]) -> str:
     plain = _plain(word)
     if plain in names:
         return _meant(names[plain])
+    sentences = [ours for ours in FLAGS.get(plain, ()) if not ours.startswith("-")]
     for ours in FLAGS.get(plain, ()):
-        if not ours.startswith("-"):
-            return ours
         first, _, rest = ours.partition(" ")
         if (name := _plain(rest.partition("=")[0] if first == "-B" else first)) in names:
             return _meant(names[name])
+    if sentences:
+        return sentences[0]
     holding = [name for name in names if plain in name.split("-")]  # `wait` is in `max_wait`
     near = holding[0] if len(holding) == 1 else nearest(plain, names, ALIKE)
     return _meant(names[near]) if near else ""
