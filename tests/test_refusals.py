@@ -120,7 +120,7 @@ verify --model m/llama@v2 | 2 | 'm/llama@v2' … add --download
 memory --model m/llama | 2 | no such model in … add --download
 generate --prompt a --model blobnet-x --download | 2 | is no name of the hub … --model OWNER/NAME
 generate --prompt a --model m/llama --download | 1 | HF_HUB_OFFLINE … Unset it
-generate --prompt a --model a=tiny,b=tiny | 2 | --prompt names no model, and there are several. Give --input with rows that name theirs
+generate --prompt a --model a=tiny,b=tiny | 2 | --prompt names no model, and there are several. Give --input
 GENERATE --revision main | 2 | OWNER/NAME@REVISION
 GENERATE --cache-dir x | 2 | HF_HOME
 selfplay --uct_c 2 | 2 | '--exploration'

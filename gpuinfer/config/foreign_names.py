@@ -61,7 +61,8 @@ OURS: dict[tuple[str, ...], str] = {
     ("--constrain",): "logits-processor logits-processors",
     (NO_GRPC,): "grpc-port",
     (ALWAYS,): (
-        "enable-prefix-caching enable-chunked-prefill cont-batching jinja dynamic-batching use-kv-cache use-cache no-cache"
+        "enable-prefix-caching enable-chunked-prefill cont-batching jinja dynamic-batching use-kv-cache use-cache"
+        " no-cache"
     ),
     ("--api-key-file",): "api-key",
     ("--tls-key",): "ssl-keyfile",
