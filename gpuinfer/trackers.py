@@ -7,9 +7,11 @@ Another one is a class here, with its name in `TRACKERS`.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,6 +52,12 @@ class Tracker(ABC):
     @abstractmethod
     def finish(self, status: str, summary: Summary) -> None:
         """The run is over: `done`, `partial`, `failed`, or `killed`, of which nothing more is known."""
+
+    def lost(self) -> str:
+        """What is known to have been lost so far, with the cure, for people; "" for nothing. It is shown when there is
+        something for the first time, and at the end.
+        """
+        return ""
 
 
 def open_tracker(word: str) -> Tracker:
@@ -231,11 +239,16 @@ class OpenTelemetry(Tracker):
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
         urls, resource = self._urls(), otlp.resource({"gpuinfer.run": run})
-        readers = [PeriodicExportingMetricReader(OTLPMetricExporter(urls["metrics"]))] if "metrics" in urls else []
+        self._not_taken: Counter[str] = Counter()  # figures and log records that the collector has not taken
+        readers = []
+        if "metrics" in urls:
+            metrics = self._counting(OTLPMetricExporter(urls["metrics"]), "figures", _points)
+            readers.append(PeriodicExportingMetricReader(metrics))
         self._meters = MeterProvider(readers, resource, shutdown_on_exit=False)
         self._logs = LoggerProvider(resource, shutdown_on_exit=False)
         if "logs" in urls:
-            self._logs.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter(urls["logs"])))
+            logs = self._counting(OTLPLogExporter(urls["logs"]), "log records", len)
+            self._logs.add_log_record_processor(BatchLogRecordProcessor(logs))
         self._meter, self._gauges = self._meters.get_meter("gpuinfer.runs"), dict[str, Any]()
         self._record(f"{run}: started", flat(settings))
         return f"gpuinfer.run {run} at {self.target or 'the collector of the OTEL_ variables'}"
@@ -249,8 +262,30 @@ class OpenTelemetry(Tracker):
 
     def finish(self, status: str, summary: Summary) -> None:
         self._record(f"{status}: {summary.get('why', '')}".rstrip(": "), {"status": status, **summary})
-        self._meters.shutdown()
-        self._logs.shutdown()
+        ends = [threading.Thread(target=one.shutdown) for one in (self._meters, self._logs)]
+        for end in ends:  # at once, since each tries a collector that does not answer for seconds
+            end.start()
+        for end in ends:
+            end.join()
+
+    def lost(self) -> str:
+        if not self._not_taken:
+            return ""
+        counted = " and ".join(f"{count:,} {what}" for what, count in sorted(self._not_taken.items()))
+        return f"{counted} did not reach the collector, and are lost. Check that it runs, and its address."
+
+    def _counting(self, exporter: Any, what: str, size: Callable[[Any], int]) -> Any:
+        """The exporter, with what it could not send counted: the SDK only logs it."""
+        send = exporter.export
+
+        def export(batch: Any, *args: Any, **named: Any) -> Any:
+            result = send(batch, *args, **named)
+            if result.name != "SUCCESS":
+                self._not_taken[what] += size(batch)
+            return result
+
+        exporter.export = export
+        return exporter
 
     def _record(self, body: str, facts: Mapping[str, Any]) -> None:
         from opentelemetry._logs import LogRecord, SeverityNumber
@@ -264,6 +299,12 @@ class OpenTelemetry(Tracker):
             attributes=attributes,
         )
         self._logs.get_logger("gpuinfer.runs").emit(record)
+
+
+def _points(metrics: Any) -> int:
+    """Figures in what a metric exporter sends at once."""
+    scopes = [scope for resource in metrics.resource_metrics for scope in resource.scope_metrics]
+    return sum(len(metric.data.data_points) for scope in scopes for metric in scope.metrics)
 
 
 TRACKERS: Mapping[str, type[Tracker]] = {

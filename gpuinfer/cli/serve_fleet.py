@@ -51,7 +51,12 @@ class ServeFleetOptions(ServeOptions):
     max_inputs: int | None = Field(
         None, ge=1, le=1 << 20, description="requests under way at one replica, at most [none; its slots with a queue]"
     )
-    queue_limit: int = Field(4096, ge=1, le=1 << 20, description="requests that wait in the router, at most")
+    queue_limit: int = Field(
+        4096,
+        ge=1,
+        le=1 << 20,
+        description="requests that wait in the router, at most: with --queue global, or while no replica is up",
+    )
     min_replicas: int | None = Field(None, ge=1, le=512, description="never fewer, whatever the load")
     max_replicas: int | None = Field(None, ge=1, le=512, description="never more, whatever the load")
     target_queue: float = Field(16.0, gt=0, le=1e6, description="requests per replica, above which more are started")

@@ -18,6 +18,7 @@ from gpuinfer import api
 from gpuinfer.api import Limits, Setup, Strategy
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.cli.building import merge
+from gpuinfer.cli.flags import option_pairs
 from gpuinfer.cli.grid import points, split_axis
 from gpuinfer.cli.variants import Axis, addressed, labels_of, with_choices
 from gpuinfer.config import blame, options, registry, settings
@@ -87,6 +88,11 @@ class SimulationOptions(api.Options):
         description="which replica a request goes to; sticky: all of a client's to one",
         json_schema_extra={"kind": "routing"},
     )
+    routing_options: list[str] = Field(
+        [],
+        description="option of the routing policy, such as margin=4 of sticky; repeatable",
+        json_schema_extra={"repeatable": True, "short": "-R"},
+    )
     queue: Literal["replica", "global"] = Field(
         "replica", description="where requests wait: at the replica that was chosen, or in the router for the first one"
     )
@@ -117,6 +123,7 @@ class Scenario:
     max_queue_rows: int | None
     factory: Callable[[], Strategy]
     drift: Drift
+    routing: RoutingSetup
 
     def simulate(self, replicas: int | None = None, recorder: Callable[[], Journal] | None = None) -> SimulationOutcome:
         options = self.options
@@ -127,7 +134,7 @@ class Scenario:
             self.factory,
             self.limits,
             replicas=replicas or options.replicas,
-            routing=RoutingSetup(options.routing, options.queue, options.max_inputs, options.queue_limit),
+            routing=self.routing,
             seed=self.seed,
             requests=REQUESTS if endless and options.requests is None else options.requests,
             duration=options.duration,
@@ -161,7 +168,15 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         raise UsageError(
             f"requests of {load.most_rows} rows: a batch takes {most}. Raise --max-rows, or ask for fewer."
         )
-    check_policy_options(options.routing, {})
+    policy = option_pairs(options.routing_options, "-R", "routing")
+    routing_options = {key.removeprefix("routing."): one for key, one in policy.items()}
+    routing = RoutingSetup(
+        options.routing,
+        options.queue,
+        options.max_inputs,
+        options.queue_limit,
+        check_policy_options(options.routing, routing_options),
+    )
     target = options.target or built.latency_target
     if options.solve and options.replicas > 1:
         raise UsageError(f"--solve {options.solve} finds the number, and --replicas gives one. Leave one of them out.")
@@ -192,6 +207,7 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         merged.common.max_queue_rows,
         partial(plugin, setup, **given),
         sorted(found),
+        routing,
     )
 
 
@@ -302,7 +318,7 @@ def _number(flag: str, text: str, cure: str, above: float | None = None) -> floa
     return value
 
 
-NOT_SWEPT = ("plot", "solve")
+NOT_SWEPT = ("plot", "solve", "routing_options")
 COMMON = ("strategy", "seed", "max_queue_rows")
 
 

@@ -111,7 +111,7 @@ class Keys:
         return self.find(authorization) is not None
 
     def reload(self) -> list[str] | None:
-        """Read the file again if it has changed since the last look; its lines if so.
+        """Read the file again if it was written or touched since the last look; its lines if it has other keys.
 
         Raises UsageError, once, for a file that is wrong: the keys stay as they were.
         """
@@ -120,7 +120,10 @@ class Keys:
             return None
         self._version = version
         lines = read_key_lines(self.path)
+        before = self._keys
         self.replace(lines)
+        if self._keys == before:
+            return None
         return lines
 
 

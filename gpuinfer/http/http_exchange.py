@@ -38,14 +38,20 @@ _UNSAFE = re.compile(r"[^\t\x20-\x7e\x80-\xff]")
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
+CREATED = "x-gpuinfer-created"  # a header that only our router sends, with every request
+COHERES = "/v2/rerank"  # the one path under /v2 of another protocol
+
+
 def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape; `message` in one line."""
     return {"error": {"message": " ".join(message.split()), "type": type, "param": param, "code": code}}
 
 
 def is_kserve(path: str) -> bool:
-    """Whether a path is one of KServe's inference protocol, whose errors are {"error": MESSAGE}."""
-    return path.startswith(("/v2/models/", "/v2/health/", "/v2/repository/"))
+    """Whether a path is one of KServe's inference protocol, whose errors are {"error": MESSAGE}: also one that is not
+    answered here, since its clients read the errors of all their paths so.
+    """
+    return path == "/v2" or (path.startswith("/v2/") and path != COHERES)
 
 
 def error_bytes(message: str, type: str, code: str | None = None, path: str = "") -> bytes:
@@ -145,6 +151,7 @@ class Exchange:
         "path",
         "peer",
         "raw_query",
+        "routed",
         "routine",
         "status",
         "trailers",
@@ -166,6 +173,7 @@ class Exchange:
         self.began = time.monotonic()
         self.status = 0  # of the response, once that has begun
         self.notes: dict[str, Any] = {}  # of the request log (`log_request`)
+        self.routed = False  # sent by a router, which logs it itself
         self.routine = False  # a probe, such as /health, of no interest to the request log
         self.added: list[tuple[str, str]] = []  # headers that any response to the request has beside its own,
         self.trailers: list[tuple[str, str]] = []  # and such as follow a body in chunks
@@ -246,9 +254,11 @@ LONGEST_REASON = 1000  # and of why a request was refused, which may repeat what
 
 
 def log_exchange(exchange: Exchange) -> None:
-    """Log a request that is over. Probes such as /health are logged with -vv only."""
+    """Log a request that is over. Probes such as /health are logged with -vv only; what a router has sent, by the
+    router alone.
+    """
     level = logging.DEBUG if exchange.routine and "refused" not in exchange.notes else logging.INFO
-    if log.isEnabledFor(level) and exchange.peer != UNIX:
+    if log.isEnabledFor(level) and exchange.peer != UNIX and not exchange.routed:
         took_s = time.monotonic() - exchange.began
         log_request(
             level, exchange.method, exchange.path, exchange.status or GONE, took_s, exchange.peer, exchange.notes

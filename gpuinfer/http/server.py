@@ -29,8 +29,17 @@ class HttpServer:
     `counts`: connections (open now), accepted, requests, refused, slow, unread, cancelled, broken_off, crowded.
     """
 
-    def __init__(self, handler: Handler, limits: HttpLimits | None = None, *, quick: Quick | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        limits: HttpLimits | None = None,
+        *,
+        quick: Quick | None = None,
+        behind_router: bool = False,
+    ) -> None:
+        """`behind_router`: what our router sends is logged there, and not here."""
         self.handler = handler
+        self.behind_router = behind_router
         self.quick = quick
         self.limits = limits or HttpLimits()
         self.loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import error_text
 from gpuinfer.http import http_exchange
-from gpuinfer.http.http_exchange import ClientGone, Exchange, Quick
+from gpuinfer.http.http_exchange import CREATED, ClientGone, Exchange, Quick
 from gpuinfer.http.network import close_write_side
 from gpuinfer.http.parser import CROWDED_S, HttpHead, Malformed, RequestParser, check_target
 
@@ -153,6 +153,7 @@ class ServerConnection(asyncio.Protocol):
         """A head has come: answer at once, or read its body."""
         server, limits = self._server, self._server.limits
         exchange = self._exchange = Exchange(self, head, check_target(head.target), self._peer)
+        exchange.routed = server.behind_router and CREATED in head.headers
         exchange.keep = keep = head.keep and not server.closing and not self._crowded
         whole = head.length is not None and head.length <= len(self._in.buffer)
         if server.quick is not None:

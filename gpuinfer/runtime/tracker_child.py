@@ -51,13 +51,14 @@ def main() -> None:
 
 
 def _execute(tracker: Tracker, order: dict[str, Any]) -> str:
+    """Where the run is to be seen, for the order to start; for others what has been lost."""
     if "start" in order:
         return tracker.start(order["start"], order["settings"])
     for step, figures in order.get("log", ()):
         tracker.log(step, figures)
     if "finish" in order:
         tracker.finish(order["finish"], order["summary"])
-    return ""
+    return tracker.lost()
 
 
 def _end_after_parent(end: int) -> None:

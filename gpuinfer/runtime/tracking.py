@@ -190,19 +190,28 @@ class _TrackerThread(threading.Thread):
         conversation = Conversation("its process", child, LineChannel(child.end))
         where = _ask(conversation, {"start": self._run_name, "settings": self._settings}, START_S)
         self._announce(f"{self.word.partition('=')[0]}: {where}")
+        known = ""  # of what is lost, as it was shown
         while True:
             taken = [self._queue.get()]
             with contextlib.suppress(queue.Empty):
                 while len(taken) < AT_ONCE:
                     taken.append(self._queue.get_nowait())
             if figures := [one for one in taken if one is not None]:
-                _ask(conversation, {"log": figures}, ANSWER_S)
+                lost = _ask(conversation, {"log": figures}, ANSWER_S)
+                if lost and not known:
+                    self._warn_of_lost(lost, output)
+                known = known or lost
             if self._end is not None and self._queue.empty():
-                _ask(conversation, self._end, ANSWER_S)
+                if (lost := _ask(conversation, self._end, ANSWER_S)) and lost != known:
+                    self._warn_of_lost(lost, output)
                 break
         conversation.close(within_s=1.0)
         if self._left_out:
             log.warning("--track %s was slower than the run: %d steps are left out.", self.word, self._left_out)
+
+    def _warn_of_lost(self, lost: str, output: Path) -> None:
+        words = children.last_log_line(output)
+        log.warning("--track %s: %s%s", self.word, lost, f" Its last words: {words}" if words else "")
 
 
 def _ask(conversation: Conversation, order: dict[str, Any], within_s: float) -> str:

@@ -30,6 +30,7 @@ from gpuinfer.serving.kserve_tensors import (
     InferBody,
     InferRequest,
     Tensor,
+    check_outputs,
     read_infer_request,
     refuse_parameters,
     write_infer_response,
@@ -189,6 +190,8 @@ class KServeModel:
         quick = length is not None and len(length) < 8 and length.isdecimal() and int(length) <= LARGE
         request = read(exchange.body) if quick else await self._service.decoded(read, exchange.body)
         _set_class_and_timeout(request.parameters, context)
+        if request.outputs:  # before anything is computed
+            check_outputs(request, [one["name"] for one in await self.outputs()])
         outputs: Mapping[str, Tensor]
         if self._text:
             name, outputs = await self._generated(request, exchange, context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,26 +237,29 @@ def _elements(one: InferInput, data: memoryview, count: int) -> list[bytes]:
     return found
 
 
+def check_outputs(request: InferRequest, names: Collection[str]) -> None:
+    """Raises `BadRequest` for an output that there is not among these names, and for a wish that cannot be met."""
+    for one in request.outputs:
+        if "classification" in one.parameters:
+            raise BadRequest("no output is classified here. Leave `classification` out, and sort the values.")
+        refuse_parameters(one.parameters, ("binary_data",), f"output '{one.name[:40]}'")
+        if one.name not in names:
+            named = ", ".join(f"'{name}'" for name in names)
+            raise BadRequest(f"there is no output '{one.name[:40]}'. The model's are {named}.", "outputs")
+
+
 def write_infer_response(
     request: InferRequest, model: str, version: str, outputs: Mapping[str, Tensor]
 ) -> tuple[bytes, int | None]:
-    """The body, and the length of its JSON where bytes follow. Tensors of BYTES have one dimension. Raises `BadRequest`
-    for an output that there is not, and for a wish that cannot be met.
+    """The body, and the length of its JSON where bytes follow. Tensors of BYTES have one dimension. The wanted outputs
+    are among these (`check_outputs`).
     """
     wanted: Mapping[str, InferOutput | None] = {one.name: one for one in request.outputs} or dict.fromkeys(outputs)
     entries: list[dict[str, Any]] = []
     pieces: list[bytes | memoryview] = [b""]
     for name, output in wanted.items():
-        if output is not None:
-            if "classification" in output.parameters:
-                raise BadRequest("no output is classified here. Leave `classification` out, and sort the values.")
-            refuse_parameters(output.parameters, ("binary_data",), f"output '{name[:40]}'")
-        tensor = outputs.get(name)
-        if tensor is None:
-            named = ", ".join(f"'{one}'" for one in outputs)
-            raise BadRequest(f"there is no output '{name[:40]}'. The model's are {named}.", "outputs")
         one, binary = {"name": name}, request.wants_binary(output)
-        entries.append(one | _written(tensor, binary, pieces))
+        entries.append(one | _written(outputs[name], binary, pieces))
     answer: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": entries}
     if request.id:
         answer["id"] = request.id

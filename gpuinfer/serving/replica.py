@@ -128,7 +128,7 @@ class ReplicaServer:
         limits = self._place.limits.within(machine.descriptors())
         if limits.connections < self._place.limits.connections:
             log.warning("%s", limit_notice(self._place.limits.connections, limits.connections))
-        server = HttpServer(paths, limits, quick=paths.quick)
+        server = HttpServer(paths, limits, quick=paths.quick, behind_router=self._place.behind_router)
         self.served.http_counts = lambda: server.counts
         port = await server.listen(self._place.host, self._place.port, tls=self._place.tls)
         fresh = asyncio.create_task(reload_changed_files(self._place.files()))

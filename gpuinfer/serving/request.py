@@ -20,7 +20,7 @@ from gpuinfer.errors import BackendDied, BadPrompt, BadResult, Closed, Expired, 
 from gpuinfer.generation import Constraint, Prompt
 from gpuinfer.host import error_text
 from gpuinfer.host.error_text import nearest_error_type
-from gpuinfer.http.http_exchange import error_body
+from gpuinfer.http.http_exchange import CREATED, error_body
 from gpuinfer.serving.openai.requests import BadRequest
 from gpuinfer.serving.openai.responses import error_of, status_of
 from gpuinfer.serving.telemetry.spans import NO_SPAN, RequestSpan
@@ -70,7 +70,7 @@ def request_context(headers: Mapping[str, str], behind_router: bool) -> RequestC
     if (trace := headers.get("traceparent")) is not None and len(trace) <= 128 and TRACE.fullmatch(trace):
         asking.traceparent = trace
     if behind_router:
-        asking.created = _whole(headers, "x-gpuinfer-created")
+        asking.created = _whole(headers, CREATED)
         asking.begun = _whole(headers, "x-gpuinfer-begun") or 0
     return asking
 

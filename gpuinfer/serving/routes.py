@@ -201,7 +201,12 @@ def _chosen(served: ServedModels, each: Sequence[Sequence[Route]]) -> list[Route
             known = found.get(route.path)
             if known is None or known.openapi.get("hidden"):
                 found[route.path] = route
-    kinds: Mapping[str, Sequence[str]] = {"/v1/evaluate": ("rows",)}
+    of_all = ("rows", "text")  # every model has weights and memory
+    kinds: Mapping[str, Sequence[str]] = {
+        "/v1/evaluate": ("rows",),
+        "/v1/update_weights": of_all,
+        "/v1/free_memory": of_all,
+    }
     return [
         replace(route, handler=served.choosing(handlers[path], kinds.get(path, ("text",))))
         for path, route in found.items()

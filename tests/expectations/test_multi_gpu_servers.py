@@ -375,6 +375,8 @@ def test_policies_are_listed_shown_checked_simulated_and_refused_as_plugins_are(
     assert gpuinfer(*words.split(), "highest")[0] == 0
     code, said, noted = gpuinfer(*words.split(), "broken")
     assert (code, "policy 'broken' (package acme-routing 1.0)" in " ".join((said + noted).split())) == (0, True)
+    code, _, said = gpuinfer(*words.split(), "highest", "-R", "wrod=x")
+    assert (code, "-R wrod" in said and "word" in said) == (2, True)
     code, _, said = gpuinfer(*words.split(), "highets")
     assert (code, "Did you mean 'highest'" in said) == (2, True)
     code, _, said = gpuinfer("serve", "--model", "tiny", "--replicas", "2", "--routing", "highest", "-R", "wrod=x")

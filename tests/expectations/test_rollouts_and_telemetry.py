@@ -29,6 +29,7 @@ from serving.replica_servers import until as until_served
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.router.request_trace import TraceSampling
 from gpuinfer.host import otlp
+from gpuinfer.runtime.tracking import Tracking
 from gpuinfer.trackers import open_tracker
 
 QUICK = {"OTEL_METRIC_EXPORT_INTERVAL": "100", "OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BLRP_SCHEDULE_DELAY": "50"}
@@ -183,6 +184,16 @@ def test_a_run_has_its_figures_settings_and_result_at_the_collector(tmp_path):
     started, ended = (plain(record.attributes) for _, record in received.logs)
     assert started["gpuinfer.rollouts.env"] == "arithmetic"
     assert (ended["gpuinfer.status"], "gpuinfer.why" in ended) == ("done", True)
+
+
+def test_a_collector_that_is_not_there_is_warned_of_with_what_is_lost(monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with Tracking(["otel=http://127.0.0.1:1"], "train", {"seed": 3}) as tracking:
+        tracking.log(1, {"train/loss": 0.5})
+        tracking.finish("done", {})
+    (warning,) = (one.getMessage() for one in caplog.records if one.levelname == "WARNING")
+    assert "2 figures and 2 log records did not reach the collector" in warning
+    assert "Check that it runs" in warning
 
 
 # One trace through the router

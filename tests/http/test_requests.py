@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from counts import SOAK
@@ -10,7 +11,9 @@ from malformed_requests import CASES, LONG, chunked, get, post
 from serving_http import Raw, Served, answers, said_to, serving
 
 from gpuinfer.fleet.router.http_message import RequestHead
+from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.http.parser import HttpLimits, Malformed, check_target
+from gpuinfer.http.server import HttpServer
 
 CLOSE = b"Connection: close"
 SMUGGLED = get(target=b"/smuggled")
@@ -182,3 +185,19 @@ async def test_a_handler_that_fails_is_500_and_says_nothing_of_the_inside(caplog
         assert b"so far" in said
         assert not said.endswith(b"0\r\n\r\n"), "half a response does not look whole"
     assert "a secret of the inside" in caplog.text
+
+
+@pytest.mark.parametrize("behind_router", [True, False])
+async def test_what_a_router_has_sent_is_logged_by_the_router_alone(caplog, behind_router):
+    async def handle(exchange: Exchange) -> None:
+        exchange.respond(200, b"{}")
+
+    server = HttpServer(handle, behind_router=behind_router)
+    port = await server.listen("127.0.0.1", 0)
+    try:
+        with caplog.at_level(logging.INFO, "gpuinfer.requests"):
+            for headers in (b"X-Gpuinfer-Created: 1\r\n", b""):
+                await said_to(port, b"GET /asked HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" + headers + b"\r\n")
+    finally:
+        await server.close()
+    assert len([one for one in caplog.records if one.name == "gpuinfer.requests"]) == (1 if behind_router else 2)

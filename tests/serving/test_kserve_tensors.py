@@ -139,3 +139,25 @@ def test_a_length_of_the_json_that_is_none_is_refused(length):
 def test_no_bytes_break_it(body, length):
     with contextlib.suppress(BadRequest):
         read_infer_request(body, length)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v2/logging", 404), ("POST", "/v2", 405), ("GET", "/v2/models/x/y/z", 404)]
+)
+def test_every_error_under_v2_is_a_text_as_tritons_clients_read_it(rows, method, path, status):
+    answer = rows.ask(path, {} if method == "POST" else None)
+    assert (answer.status, type(answer.json["error"])) == (status, str)
+    assert rows.ask("/v1/nowhere").error["type"] == rows.ask("/v2/rerank", {}).error["type"]
+
+
+def test_an_output_that_there_is_not_is_refused_before_anything_is_computed(rows):
+    row = {"name": "rows", "datatype": "FP32", "shape": [1, 16], "data": [0.5] * 16}
+
+    def infer(output):
+        return rows.ask("/v2/models/blobnet-small/infer", {"inputs": [row], "outputs": [{"name": output}]})
+
+    assert [one["name"] for one in infer("policy").json["outputs"]] == ["policy"]
+    before = rows.ask("/stats").json["requests"]
+    refused = infer("nothing")
+    assert (refused.status, "'policy'" in refused.json["error"]) == (400, True)
+    assert rows.ask("/stats").json["requests"] == before

@@ -151,7 +151,8 @@ def test_a_request_says_which_of_several_models_answers(several):
         ("/v1/evaluate", {"x": ROW, "model": "chat"}, 404, "POST /v1/completions"),
         ("/v1/evaluate?model=nobody", {"x": ROW}, 404, "has 'chat'"),
         ("/v1/completions", b"no JSON", 400, "which model?"),
-        ("/v1/update_weights", {"version": "2", "weights": "nowhere"}, 400, "which model?"),
+        ("/v1/update_weights", {"version": "2", "weights": "nowhere"}, 400, "'net'"),
+        ("/v1/free_memory", {}, 400, "'net'"),
         ("/v1/update_weights", {"version": "2", "weights": "nowhere", "model": "small"}, 400, "nowhere"),
     ],
 )

@@ -83,3 +83,12 @@ def test_without_a_queue_what_is_over_the_bound_is_refused():
 def test_room_for_nothing_is_refused():
     with pytest.raises(UsageError, match="Give 1 or more"):
         run(Poisson(1.0, Mix()), RoutingSetup(max_inputs=0))
+
+
+def test_options_of_the_policy_decide_which_replicas_have_the_work():
+    def kept(**options):
+        routing = RoutingSetup("sticky", options=options)
+        load = Poisson(3.0, Mix(clients=2))
+        return run(load, routing, requests=500).latency_s["mean"]
+
+    assert kept(margin=1000.0) > 2 * kept(margin=0.0)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from gpuinfer.api import Limits, ReplicaLoad, Request, RoutedRequest
 from gpuinfer.engine.arrivals import Offer
@@ -29,6 +30,7 @@ class RoutingSetup(NamedTuple):
     queue: QueueKind = "replica"
     max_inputs: int | None = None  # requests under way at one replica; None: no bound, with a global queue its room
     queue_limit: int = QUEUE_LIMIT
+    options: Mapping[str, Any] = MappingProxyType({})  # of the policy, as `check_policy_options` returns them
 
     def room(self, limits: Limits) -> float:
         """Requests of one row that a replica of these limits may have under way."""
@@ -56,7 +58,7 @@ class SimulatedRouter:
         ring_at: Callable[[float], None],
     ) -> None:
         """Raises `UnknownName` for no policy."""
-        policy = make_policy(setup.policy, dice.getrandbits(63))
+        policy = make_policy(setup.policy, dice.getrandbits(63), **setup.options)
         self.notices: list[str] = []
         self.waited = Histogram()  # of those that were sent, also at once where requests are bounded
         self.errors: Counter[str] = Counter()
