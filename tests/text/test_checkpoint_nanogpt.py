@@ -89,12 +89,46 @@ def test_variants_of_the_file_are_read(tmp_path):
     config = {"n_layer": 2, "n_head": 2, "n_embd": 16, "learning_rate": 1e-3, "vocab_size": None}
     shape = opened(saved(tmp_path, {"model": state(), "config": config})).shape
     assert (shape.vocabulary, shape.positions) == (len(ALPHABET), 32)
-    padded = {"model": state(vocabulary=64), "model_args": {**SIZES, "vocab_size": 64}}
-    assert opened(saved(tmp_path, padded)).shape.vocabulary == 64
     path = saved(tmp_path)
     assert open_checkpoint(ModelSpec(str(path), kind="text")).shape.family == "nanogpt"
     torch.save({"model": state(), "model_args": SIZES}, path, _use_new_zipfile_serialization=False)
     assert torch.equal(opened(path).weights(torch.float32).embedding, state()["transformer.wte.weight"])
+
+
+def larger(vocabulary, **more):
+    return {"model": state(vocabulary=vocabulary, **more), "model_args": {**SIZES, "vocab_size": vocabulary}}
+
+
+def test_tokens_of_padding_are_left_out_with_a_warning(tmp_path, caplog):
+    untied = larger(64, **{"lm_head.weight": torch.ones(64, 16)})
+    for name, content in (("tied", larger(64)), ("untied", untied)):
+        (tmp_path / name).mkdir()
+        path = saved(tmp_path / name, content)
+        caplog.clear()
+        found = [opened(path) for _ in range(2)][-1]
+        assert [record.message.count("31 tokens") for record in caplog.records] == [1]  # and not at each opening
+        weights = found.weights(torch.float32)
+        assert (found.shape.vocabulary, found.shape.tied) == (31, name == "tied")
+        assert weights.embedding.shape == weights.head.weight.shape == (31, 16)
+        assert torch.equal(weights.embedding, content["model"]["transformer.wte.weight"][:31])
+
+
+@pytest.mark.parametrize("vocabulary", [32, 69, 128])
+def test_a_model_of_more_tokens_than_have_a_text_is_refused(vocabulary, tmp_path):
+    found = refusal(saved(tmp_path, larger(vocabulary)))
+    assert f"meta.pkl has 31 tokens, {tmp_path / 'model.pt'} knows {vocabulary}. Give the --meta" in found
+
+
+def test_padding_of_a_tokenizer_is_left_out_too(tmp_path, caplog):
+    (folder := tmp_path / "tokenizer").mkdir()
+    content = {"model": {"vocab": {f"t{n}": n for n in range(100)}}, "added_tokens": [{"id": 100}]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert opened(saved(tmp_path, larger(101)), folder).shape.vocabulary == 101
+    assert not caplog.records
+    assert opened(saved(tmp_path, larger(128)), folder).shape.vocabulary == 101
+    assert "101 tokens" in caplog.text
+    with pytest.raises(UsageError, match=r"101 tokens.* knows 192. Give the --meta"):
+        opened(saved(tmp_path, larger(192)), folder)
 
 
 def test_the_alphabet_lies_beside_the_file_or_is_named_or_a_tokenizer_replaces_it(tmp_path):

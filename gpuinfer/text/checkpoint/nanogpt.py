@@ -5,9 +5,11 @@ The vocabulary of a model without a tokenizer is a file next to it: nanoGPT's me
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, check_store
 from gpuinfer.text.transformer import Shape
 
 MOST_BYTES = 32 << 20  # of a meta.pkl
+PADDED_TO = 64  # nanoGPT's default vocab_size is GPT-2's, rounded up to a multiple of this
+
+log = logging.getLogger(__name__)
 
 
 def read_vocabulary(path: Path) -> LanguageFiles:
@@ -111,14 +116,10 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
     folder = found.parent if found.name in TOKENIZERS else found
     if not folder.is_dir():
         language, files = read_vocabulary(found), [found]
-        count = len(language.vocabulary or ())
-        if count > shape.vocabulary:
-            raise UsageError(
-                f"{found} has {count} tokens, {path} knows {shape.vocabulary}. "
-                "Give the --meta file that it was trained with."
-            )
+        count: int | None = len(language.vocabulary or ())
     elif any((folder / one).is_file() for one in TOKENIZERS):
         language, files = LanguageFiles(folder=folder), settings_files(folder)
+        count = _tokens_of(folder)
         shape = replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
     else:
         raise UsageError(
@@ -132,6 +133,9 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         norm_shifts="transformer.ln_f.bias" in store.tensors,
     )
     check_store(store, layout, spare=[HEAD])
+    if count is not None and (count < shape.vocabulary or not folder.is_dir()):
+        layout = _with_texts_alone(layout, tensors, count, found, path)
+        store = TensorStore(str(path), tensors)
     return Checkpoint(
         name=name,
         shape=layout.shape,
@@ -141,6 +145,45 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         layout=layout,
         store=store,
         language=language,
+    )
+
+
+def _tokens_of(folder: Path) -> int | None:
+    """How many tokens the tokenizer in `folder` has, by its highest id; None where its file does not list them."""
+    content = read_json(folder / next(one for one in TOKENIZERS if (folder / one).is_file()))
+    model = content.get("model")
+    listed = model.get("vocab") if isinstance(model, Mapping) else content  # vocab.json is the mapping itself
+    added = content.get("added_tokens") if isinstance(model, Mapping) else None
+    ids = list(listed.values()) if isinstance(listed, Mapping) else []
+    ids += [one.get("id") for one in added or () if isinstance(one, Mapping)]
+    return max(ids) + 1 if ids and all(isinstance(one, int) for one in ids) else None
+
+
+def _with_texts_alone(
+    layout: Gpt2Layout, tensors: dict[str, Tensor], count: int, found: Path, path: Path
+) -> Gpt2Layout:
+    """The layout with the first `count` tokens, those that have a text; `tensors` lose the rows of padding, which no
+    answer can then hold. Raises `UsageError` where the difference is no padding.
+    """
+    known = layout.shape.vocabulary
+    if count == known:
+        return layout
+    if count > known or known != -(-count // PADDED_TO) * PADDED_TO:
+        raise UsageError(f"{found} has {count} tokens, {path} knows {known}. Give the --meta that it was trained with.")
+    _say_padded(found, path, count, known)
+    for name in (EMBEDDING, HEAD):
+        if name in tensors:
+            tensors[name] = tensors[name][:count]
+    return replace(layout, shape=replace(layout.shape, vocabulary=count))
+
+
+@cache
+def _say_padded(found: Path, path: Path, count: int, known: int) -> None:
+    """Once in a process: a checkpoint is opened several times."""
+    log.warning(
+        "%s has %d tokens, %s knows %d: taken for padding to a multiple of %d, and left out. If the model was trained "
+        "on that many, give its --meta.",
+        *(found, count, path, known, PADDED_TO),
     )
 
 
