@@ -37,6 +37,10 @@ count --backend parot | 2 | 'parrot'? Installed:
 RUN --strategy atonce | 2 | 'at-once'
 RUN -B secnds=1 | 2 | -B secnds: backend 'parrot' has no option
 RUN -B seconds=-1 | 2 | -B seconds: '-1' is less than 0.
+GENERATE -B compile=fast | 2 | 'fast' is not one of the choices. Choose from true, false, default, reduce-overhead,
+GENERATE --profile-seconds 2 | 2 | --profile-seconds has no effect without --profile. Add --profile DIR
+rollouts --env here:Other --model tiny --kl-coef 0.1 | 2 | --kl-coef has no effect … Add --reference inline
+memory --model blobnet-small --no-probe -B checkpoint_segments=2 | 2 | -B checkpoint_segments has no … Add --training
 RUN -B seconds | 2 | Write -B seconds=VALUE.
 RUN -S x=1 | 2 | strategy 'at-once' has no option 'x'. Options: none.
 RUN --json no/where.json | 2 | Create it (mkdir -p no).
@@ -219,6 +223,14 @@ def test_what_a_file_or_a_variable_says_is_refused_with_its_place(gpuinfer, tmp_
     else:
         Path("gpuinfer.toml").write_text(given.replace("\\n", "\n"))
     refused(gpuinfer, line, 2, said)
+
+
+def test_an_idle_setting_of_a_file_or_a_variable_fails_no_run(gpuinfer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("gpuinfer.toml").write_text("profile_seconds = 2")
+    assert gpuinfer(*RUN.split(), "--games", "2")[0] == 0
+    monkeypatch.setenv("GPUINFER_PROFILE_SECONDS", "3")
+    assert gpuinfer(*RUN.split(), "--games", "2")[0] == 0
 
 
 def test_a_report_for_a_closed_standard_output_is_refused_before_any_work(gpuinfer, monkeypatch):

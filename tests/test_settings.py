@@ -176,3 +176,11 @@ def test_several_devices_are_named_in_one_setting(empty_folder, text, devices):
     else:
         with pytest.raises(UsageError, match="--device"):
             settings.load(device)
+
+
+def test_options_are_read_as_the_plugin_reads_them():
+    given = {"generate.max_new_tokens": "16", "generate.input": "a.jsonl", "backends.inprocess.threads": "2"}
+    merged = settings.Settings(settings.Common(), {key: GivenValue(one, f"--{key}") for key, one in given.items()})
+    read = merged.read_options("workloads", "generate", registry.load("workloads", "generate"))
+    assert read == {"max_new_tokens": 16, "input": "a.jsonl"}
+    assert merged.read_options("backends", "inprocess", registry.load("backends", "inprocess")) == {"threads": 2}

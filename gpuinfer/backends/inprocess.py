@@ -94,6 +94,9 @@ class ShortBatches:
         self.rows = max(self.rows, min(4 * rows, int(rows * SHORT_S / max(seconds, 1e-9))))
 
 
+OF_GRADIENTS = ("loss", "checkpoint_segments")  # options without effect on answers
+
+
 class InProcess(Backend):
     """Runs the model in this process, on one device or a copy on each of several. With several worker processes each
     has its own copies of the model.
@@ -123,7 +126,7 @@ class InProcess(Backend):
         else:
             if self.options.backward and self.setup.model is not None:
                 raise UsageError("-B backward=true is for models of rows, and this one is of text. Leave it out.")
-            given = [name for name in ("loss", "checkpoint_segments") if getattr(self.options, name)]
+            given = [name for name in OF_GRADIENTS if getattr(self.options, name)]
             if given and self.setup.model is not None:
                 raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
             self.notices = precision.notices(self.setup, self.options.compute)

@@ -18,6 +18,7 @@ from gpuinfer.cli.comparison_end import comparison_flag, concluded, repeats_flag
 from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.cli.grid import whole_numbers
 from gpuinfer.config import registry
+from gpuinfer.config.options import out_of_place
 from gpuinfer.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ class Cases:
         chosen |= {("backend_options", key): value for key, value in way.backend.items()}
         alone = {} if way.steps else dict.fromkeys(TRAINERS)
         own = with_choices({**self.values, **alone}, chosen)
+        given = {key: value for key, value in own.items() if value is not None}
+        own |= dict.fromkeys(out_of_place(registry.load("workloads", TARGET).Options, given))
         made = variant(TARGET, own, {}, timed=False)
         return replace(
             made, name=name, settings={**way.flags, **way.backend}, build=lambda seed: self._build(name, way, own, seed)

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_progress import interruptible
+from gpuinfer.errors import UsageError
 from gpuinfer.lab.memory.memory_options import MemoryOptions, memory_model
 
 NAME = "memory"
@@ -26,6 +27,7 @@ A network of rows needs to know how large a row is: --game, or --features with
 
 def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
+    from gpuinfer.backends.inprocess import OF_GRADIENTS
     from gpuinfer.cli.building import setup_of
     from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
@@ -35,6 +37,11 @@ def execute(values: Mapping[str, Any]) -> int:
     merged, destination, options = begin_run(NAME, MemoryOptions, values)
     common = merged.common
     backend = registry.load("backends", BACKEND)
+    if not options.training:
+        for name in OF_GRADIENTS:
+            origin = merged.origin(f"backends.{BACKEND}.{name}")
+            if origin.startswith("-B"):
+                raise UsageError(f"{origin} has no effect without --training. Add --training, or leave it out.")
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
     setup = setup_of(common)
     spec = memory_model(options, setup)

@@ -105,7 +105,7 @@ def check(
             raise UsageError(f"{one.origin} is empty, which sets nothing. Give it a value, or leave it out.")
     values = {key: _natural_of(fields[key], one.value) for key, one in given.items()}
     try:
-        model(**values)
+        refuse_idle_flags(model, given, model(**values))
     except ValidationError as error:
         details = [one for one in error.errors(include_url=False) if complete or one["type"] != "missing"]
         if details:
@@ -164,16 +164,39 @@ def repeatable(field: FieldInfo) -> bool:
 
 def out_of_place(model: type[BaseModel], given: Mapping[str, Any]) -> set[str]:
     """Of the options that are given, those that go with other values of another option: `only_with` in the field's
-    `json_schema_extra` maps that one's name to the values.
+    `json_schema_extra` maps that one's name to the values, or to an example where any value will do.
     """
-    fields, found = fields_of(model), set[str]()
-    for key in given.keys() & fields.keys():
-        extra = fields[key].json_schema_extra
-        wanted = extra.get("only_with") if isinstance(extra, dict) else None
-        for other, values in wanted.items() if isinstance(wanted, dict) else ():
-            if isinstance(values, list) and given.get(other, fields[other].default) not in values:
-                found.add(key)
-    return found
+    fields = fields_of(model)
+    return {key for key in given.keys() & fields.keys() if _lacking(fields, key, given) is not None}
+
+
+def _lacking(fields: Mapping[str, FieldInfo], key: str, given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The other option that this one goes with, and a fitting value, where it has none."""
+    extra = fields[key].json_schema_extra
+    wanted = extra.get("only_with") if isinstance(extra, dict) else None
+    for other, values in wanted.items() if isinstance(wanted, dict) else ():
+        value = given.get(other, fields[other].default)
+        if isinstance(values, list) and value not in values:
+            return other, str(values[0])
+        if isinstance(values, str) and value is None:
+            return other, values
+    return None
+
+
+def refuse_idle_flags(model: type[BaseModel], given: Mapping[str, GivenValue], read: BaseModel) -> None:
+    """Raises `UsageError` for a flag that does nothing without another. A settings file or a variable may name such an
+    option: it may be meant for other runs.
+    """
+    fields = fields_of(model)
+    values = {field.alias or name: getattr(read, name) for name, field in model.model_fields.items()}
+    for key, one in given.items():
+        lacking = _lacking(fields, key, values) if one.origin.startswith("-") else None
+        if lacking is not None:
+            before, equals = (one.origin[:3], "=") if one.origin.startswith(("-B", "-S")) else ("--", " ")
+            flag = f"{before}{lacking[0].replace('_', '-') if before == '--' else lacking[0]}"
+            raise UsageError(
+                f"{one.origin} has no effect without {flag}. Add {flag}{equals}{lacking[1]}, or leave it out."
+            )
 
 
 def _natural_of(field: FieldInfo, value: Any) -> Any:
@@ -268,7 +291,9 @@ def _explain_one(detail: ErrorDetails, given: Mapping[str, GivenValue], model: t
     if detail["type"] not in PROBLEMS:
         return f"{origin}: {value!r}: {_own_words(detail)}"
     no_number = str(detail["input"]).strip().lower().lstrip("+-") == "nan"  # which is in no bounds
-    problem = "is not a number" if no_number else PROBLEMS[detail["type"]].format(**_bounds(detail))
+    words = choices(field.annotation) if field else []
+    kind = "literal_error" if detail["type"].startswith("bool") and words else detail["type"]
+    problem = "is not a number" if no_number else PROBLEMS[kind].format(**_bounds(detail))
     return f"{origin}: {value!r} {problem}. {_cure(detail, value, field)}"
 
 
@@ -280,16 +305,18 @@ def _own_words(detail: ErrorDetails) -> str:
 
 def _cure(detail: ErrorDetails, value: Any, field: FieldInfo | None) -> str:
     allowed = list(map(str, choices(field.annotation))) if field else []
+    truth = detail["type"].startswith("bool")
     near = nearest(str(value), allowed)
     hint = f"Did you mean '{near}'? " if near else ""
-    if detail["type"] == "literal_error":
+    if detail["type"] == "literal_error" or (truth and allowed):
+        allowed = ["true", "false", *allowed] if truth else allowed
         return f"{hint}Choose from {', '.join(allowed)}."
     words = "".join(f", or {one}" for one in allowed)  # beside a number
     bounds = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less", "lt": "less than {}"}
     for bound, limit in bounds.items():
         if bound in _bounds(detail):
             return f"{hint}Give {limit.format(_bounds(detail)[bound])}{words}."
-    if detail["type"].startswith("bool"):
+    if truth:
         return "Give true or false."
     example = default_text(field) if field else None
     nouns = {"int": "a whole number", "float": "a number", "finite": "a finite number", "string_type": "text"}

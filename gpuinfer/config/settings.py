@@ -64,7 +64,13 @@ class Common(BaseModel):
     profile: str | None = Field(
         None, pattern=r"^[^\x00]+$", description="a folder for profiles: a Chrome trace of each process"
     )
-    profile_seconds: float = Field(5.0, gt=0, le=60, description="how long each process is profiled, as 5s")
+    profile_seconds: float = Field(
+        5.0,
+        gt=0,
+        le=60,
+        description="how long each process is profiled, as 5s",
+        json_schema_extra={"only_with": {"profile": "DIR"}},
+    )
     track: list[str] = Field(
         [],
         json_schema_extra={"repeatable": True},
@@ -121,6 +127,12 @@ class Settings:
         kind = registry.plural(kind)
         owner = f"{registry.KINDS[kind]} '{name}'"
         return check(plugin.Options, self.table(table_name(kind, name)), owner, complete=complete)
+
+    def read_options(self, kind: str, name: str, plugin: Any) -> dict[str, Any]:
+        """The same as the plugin reads them, as plain values: a number that was given as text is one here."""
+        given = self.options(kind, name, plugin)
+        read = plugin.Options(**given).model_dump(mode="json", by_alias=True)
+        return {key: read[key] for key in given}
 
     def origin(self, key: str) -> str:
         return self.given[key].origin if key in self.given else "default"

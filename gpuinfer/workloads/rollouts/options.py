@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
+from pydantic.config import JsonDict
 
 from gpuinfer import api
 from gpuinfer.errors import UsageError
@@ -29,6 +30,7 @@ from gpuinfer.serving.openai.model_options import (
 
 MOST_GROUPS = 10**9
 MOST_SAMPLES = 4096  # of a group
+WITH_REFERENCE: JsonDict = {"only_with": {"reference": ["inline", "deferred"]}}
 
 
 class GameOptions(api.Options):
@@ -100,9 +102,23 @@ class TrainingOptions(api.Options):
         description="versions by which a group may be older than the trainer's [batches that the buffer holds]",
     )
     steps: Path | None = Field(None, description="write one line of JSON for each training step to this file")
-    kl_target: float | None = Field(None, gt=0, le=1e6, description="adapt the KL coefficient towards this divergence")
-    kl_coef: float = Field(0.1, ge=0, le=1e6, description="of KL between policy and reference; where it starts")
-    kl_horizon: float = Field(10_000.0, gt=0, le=1e12, description="games over which the coefficient adapts")
+    kl_target: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="adapt the KL coefficient towards this divergence",
+        json_schema_extra=WITH_REFERENCE,
+    )
+    kl_coef: float = Field(
+        0.1,
+        ge=0,
+        le=1e6,
+        description="of KL between policy and reference; where it starts",
+        json_schema_extra=WITH_REFERENCE,
+    )
+    kl_horizon: float = Field(
+        10_000.0, gt=0, le=1e12, description="games over which the coefficient adapts", json_schema_extra=WITH_REFERENCE
+    )
     api_key_file: Path | None = Field(None, description="with --listen: the keys of trainers, one a line")
     admin_key_file: Path | None = Field(None, description="with --listen: the keys of those who may hand over weights")
     insecure: bool = Field(False, description="let anyone in, at an address that others reach")
