@@ -67,8 +67,8 @@ def _work(merged: Settings, values: Values, own: Values, repeats: int) -> Ablati
     from gpuinfer.text.checkpoint import open_checkpoint
     from gpuinfer.text.decoder import own_kernels
 
-    workload_options = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
-    options = merged.options("backends", BACKEND, registry.load("backends", BACKEND))
+    workload_options = merged.read_options("workloads", TARGET, registry.load("workloads", TARGET))
+    options = merged.read_options("backends", BACKEND, registry.load("backends", BACKEND))
     if options.get("parallel", "data") != "data":
         raise UsageError(
             f"--ablate is for a model on one device, and parallel={options['parallel']} cuts it. Leave it out."

@@ -117,7 +117,7 @@ def _work(
     from gpuinfer.serving.openai.model_options import check_with_model
     from gpuinfer.text.checkpoint import open_checkpoint
 
-    given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
+    given = merged.read_options("workloads", TARGET, registry.load("workloads", TARGET))
     sizes = list(BATCH_SIZES)
     if (text := own["batch_sizes"]) is not None:
         sizes = whole_numbers("batch-sizes", text, MOST, "1,8,64")
@@ -180,7 +180,8 @@ def refuse_long_prompts(longest: int, new_tokens: int, positions: int, model: st
 
 def spelled_generation(values: Values) -> str:
     """The flags that say what is run, as they were given."""
-    kept = ("model", "checkpoint", "meta", "device", "dtype", "backend_options", "mask_token_id", *UNMASKING_FIELDS)
+    own = ("model", "checkpoint", "meta", "input", "max_new_tokens", "mask_token_id", *UNMASKING_FIELDS)
+    kept = (*own, "device", "dtype", "backend_options")
     given = ((key, one) for key in kept if values.get(key) for one in _several(values[key]))
     return "".join(f" {flags.SHORTS.get(key) or flags.flag(key)} {shlex.quote(str(one))}" for key, one in given)
 

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -26,9 +27,10 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.lab.bench.ablation import Facts, optimization_parts
+from gpuinfer.lab.bench.ablation import Facts, OptimizationPart, ablation_document, optimization_parts
 from gpuinfer.lab.bench.bench_document import bench_schema
-from gpuinfer.lab.bench.generators import GeneratorCell
+from gpuinfer.lab.bench.generators import DrawnPrompts, GeneratorCell
+from gpuinfer.lab.bench.series import SeriesOutcome
 from gpuinfer.lab.peers import peer_child
 from gpuinfer.models.model_options import torch_compile_mode
 from gpuinfer.models.open_model import open_model
@@ -306,6 +308,23 @@ def test_without_a_part_the_answers_are_the_same(nanogpt):
     assert len(set(map(str, found.values()))) == 1, found
     assert cached[()] >= 64
     assert cached[(SHARED_PREFIXES,)] == 0
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_an_ablation_of_one_run_says_that_the_noise_is_unknown(repeats):
+    parts = [OptimizationPart("KV cache", "kept → computed anew"), OptimizationPart("batch", "8 → 1")]
+    prompts = DrawnPrompts(100, (), 0)
+    work: Any = SimpleNamespace(parts=parts, batch_size=8, sequences=8, new_tokens=4, prompts=prompts, command="")
+    rates = {"whole": 100.0, "without KV cache": 50.0, "without batch": 80.0}
+    runs = [
+        SimpleNamespace(variant=name, repeat=repeat, rate=rate * (1 + repeat / 100))
+        for name, rate in rates.items()
+        for repeat in range(repeats)
+    ]
+    verdict = ablation_document({}, work, SeriesOutcome([], runs=runs))["verdict"]
+    assert verdict.startswith("Alone, each")
+    assert "KV cache 2.00×, batch 1.25×" in verdict
+    assert ("one run of each tells nothing of the noise. Add --repeats 3." in verdict) == (repeats == 1)
 
 
 @pytest.mark.thorough  # seven child processes that load torch

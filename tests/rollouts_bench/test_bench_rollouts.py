@@ -217,7 +217,7 @@ def test_a_document_of_all_cases_has_a_verdict_and_a_line_for_each_and_says_what
     whole["rollouts"]["steps"] = [steps("buffer: depth 1", [2, 1, 3]), steps("buffer: depth 2", [2, 0, 0])]
     jsonschema.validate(json.loads(json.dumps(whole)), bench_schema())
     assert whole["winner"] is None
-    assert "'all' 9.00× as many tokens/s as 'one'" in whole["verdict"]
+    assert "'all' 9.00× as many tokens/s as 'one'; but one run of each tells nothing of the noise." in whole["verdict"]
     assert "'depth 2' 1.60× as many tokens/s as 'depth 1'" in whole["verdict"]
     assert variants_below(whole, 1.5) == ["reference"]  # ratios are those within a case
     assert variants_below(whole, 2.0) == ["buffer: depth 2", "reference"]
@@ -229,6 +229,15 @@ def test_a_document_of_all_cases_has_a_verdict_and_a_line_for_each_and_says_what
     notes = dict(page.notes)
     assert notes["buffer"] == "depth 1: 3 s a step, 67% of it waiting; depth 2: 1 s a step, 40% of it waiting"
     assert notes["one game"].startswith("2 calls in 2 steps: 28 prompt tokens")
+
+
+def test_a_comparison_of_engines_says_that_they_share_a_machine():
+    case = CASES["engines"](SelectedCases(engines=(1, 2)))
+    found = document(case, {"1 engine": 10.0, "2 engines": 12.8})
+    assert "'2 engines' 1.28×" in (verdict := rollouts_tables.case_verdict(case, found))
+    assert verdict.endswith(
+        "All engines share this machine, its cores too: on machines of their own they may bring more."
+    )
 
 
 def test_without_a_trainer_a_game_or_rollouts_there_is_less_to_show():

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
+from gpuinfer.lab.bench.comparison import NOISE_UNKNOWN
 from gpuinfer.lab.bench.generators import (
     METRIC,
     WARM_UP_TOKENS,
@@ -230,7 +231,10 @@ def _verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     measured = sorted((one for one in rows if one["brings"]), key=lambda one: -one["brings"])
     if not measured:
         return "Nothing was measured that can be compared."
-    clear = [one for one in measured if not (one["ci95"] and one["ci95"][0] <= 1 <= one["ci95"][1])]
+    if any(one["ci95"] is None for one in measured):
+        gains = ", ".join(f"{one['part']} {one['brings']:.2f}×" for one in measured)
+        return f"Alone, each brought: {gains}; but {NOISE_UNKNOWN}. Add --repeats 3."
+    clear = [one for one in measured if not one["ci95"][0] <= 1 <= one["ci95"][1]]
     open_ones = [one["part"] for one in measured if one not in clear]
     gains = ", ".join(f"{one['part']} {one['brings']:.2f}×" for one in clear)
     found = [f"Alone, each brings: {gains}."] if clear else []

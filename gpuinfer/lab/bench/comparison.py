@@ -148,6 +148,7 @@ def batch_ratio(row: Standing, first: Standing) -> float | None:
 
 
 ABOUT_ALL = 0.93  # of what arrives; the rest is still on its way
+NOISE_UNKNOWN = "one run of each tells nothing of the noise"
 FEW = 0.01  # of the requests
 METRICS = {"games_per_min": "games/min", **LATENCIES}
 
@@ -192,7 +193,7 @@ def _verdict(comparison: Comparison, winner: Standing) -> str:
         more = "it alone keeps up with the load" if keeps_up_with_all(winner) else "it answers most of the load"
         return f"{winner.name} wins: {more}."
     if not winner.speed.known:
-        fastest = f"{able[0].name} was fastest, but one run of each tells nothing of the noise."
+        fastest = f"{able[0].name} was fastest, but {NOISE_UNKNOWN}."
         return f"{fastest} Until there are more, stay with {winner.name}, the first of them."
     if comparison.ties:
         names = ", ".join(row.name for row in comparison.ties)

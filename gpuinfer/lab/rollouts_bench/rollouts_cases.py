@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gpuinfer.errors import UnknownName
 
 STARVED = 1.5  # the time of one group's rollout over the simulated trainer's step: more than a depth of 1 can hide
+SHARED_MACHINE = "All engines share this machine, its cores too: on machines of their own they may bring more."
 BUFFERED = 10  # groups that the trainer takes, one a step: enough to see what the steps settle on
 
 
@@ -33,6 +34,7 @@ class RolloutsCase:
     title: str
     ways: Sequence[RolloutsVariant]
     after: bool = False  # it goes by what was played before it: prompts, answers, the time of a game
+    caveat: str = ""  # what its figures do not show, a sentence for its verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ def engines(wanted: SelectedCases) -> RolloutsCase:
         )
         for count in wanted.engines
     ]
-    return RolloutsCase("engines", "Several engines behind a router", ways)
+    return RolloutsCase("engines", "Several engines behind a router", ways, caveat=SHARED_MACHINE)
 
 
 def buffer(wanted: SelectedCases) -> RolloutsCase:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.lab.bench.bench_plots import draw_throughput
-from gpuinfer.lab.bench.comparison import interval_text, span, value_text
+from gpuinfer.lab.bench.comparison import NOISE_UNKNOWN, interval_text, span, value_text
 from gpuinfer.lab.presenter import Note, Page, Table, plot
 from gpuinfer.lab.rollouts_bench.recorded_games import Tokens, tokens_by_agent, tokens_by_step, tokens_of_game
 from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsCase, way_of
@@ -82,7 +82,9 @@ def case_verdict(case: RolloutsCase, document: Document) -> str:
     each = ", ".join(
         f"'{way_of(row['name'])}' {row['ratio_to_first'] or 0:.2f}×{interval_text(row['ratio_ci95'])}" for row in others
     )
-    return f"{case.title}: {each} as many tokens/s as '{way_of(first['name'])}'."
+    unsure = f"; but {NOISE_UNKNOWN}" if any(row["ratio_ci95"] is None for row in others) else ""
+    shared = f" {case.caveat}" if case.caveat else ""
+    return f"{case.title}: {each} as many tokens/s as '{way_of(first['name'])}'{unsure}.{shared}"
 
 
 def game_section(game: Game) -> dict[str, Any]:
