@@ -171,6 +171,15 @@ def test_a_child_that_dies_while_it_measures_has_told_the_estimate(end, monkeypa
     assert ("not tried", other["not_tried"]) in page.notes
 
 
+def test_training_that_fits_in_neither_way_is_not_advised_to_try_the_other(monkeypatch):
+    ways = [{**DEVICE, "largest": {**DEVICE["largest"], "batch": 0}, "checkpoint_segments": way} for way in (None, 2)]
+    message = said(*ways)
+    message["facts"] = {"training": True}
+    with pytest.raises(UsageError, match="does not fit") as caught:
+        after(monkeypatch, message, {"failed": ""}, probe=False)
+    assert "checkpoint_segments" not in str(caught.value)
+
+
 def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):
     least = {
         **DEVICE,

@@ -80,7 +80,7 @@ def memory_schema() -> dict[str, Any]:
 
 
 def _refuse_unfit(document: Mapping[str, Any]) -> None:
-    """By the device on which least fits; in training by the way in which more does."""
+    """By the device on which least fits; in training, of which both ways were looked at, by that in which more does."""
     choose = max if document["facts"].get("training") else min
     least = choose(document["devices"], key=lambda one: one["largest"]["batch"])
     largest, batch, facts = least["largest"], least["batch"], document["facts"]
@@ -95,7 +95,6 @@ def _refuse_unfit(document: Mapping[str, Any]) -> None:
         smaller = [
             "fewer devices" if first["copies"] > 1 and not first["stages"] else "",
             "a smaller -B micro_batch_rows" if first["stages"] else "",
-            "-B checkpoint_segments=auto" if facts.get("training") and not way else "",
             "a shorter --context" if document["kind"] == "text" else "",
             "--dtype bfloat16" if document["dtype"] == "float32" else "",
             "a smaller model",
