@@ -327,6 +327,9 @@ async def test_spans_of_replicas_are_below_the_routers_attempts_also_of_those_th
     traces = received.traces()
     paths = {plain(record.attributes).get("url.path") for _, record in received.logs}
     assert paths <= {None, "/v1/completions"}, "what the supervisor asks of replicas is no request of anybody"
+    logged = [plain(record.attributes).get("gpuinfer.request_id") for _, record in received.logs]
+    logged = [one for one in logged if one is not None]
+    assert len(set(logged)) == len(logged) == len(asking), "a record a request, from the router"
     assert len({one.trace_id for one in own}) == len(own) == len(traces) == len(asking)
     repeated = resumed = 0
     for one in own:

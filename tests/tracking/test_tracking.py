@@ -170,7 +170,7 @@ def test_a_tracker_that_cannot_be_had_is_refused_before_the_run(
 ):
     Path("file").touch()
     Path("mlflow").mkdir()  # such as the folder that wandb leaves: no package
-    monkeypatch.setitem(extras.EXTRAS, "mlflow", extras.Extra(("mlflow_that_nobody_has",), ""))
+    monkeypatch.setitem(extras.EXTRAS, "mlflow", extras.OptionalExtra(("mlflow_that_nobody_has",), ""))
     words = training if command == "train" else ["loop", "--out", "l", "--game", "connect-four"]
     code, out, err = gpuinfer(*words, "--track", word)
     assert (code, out, message in " ".join(err.split())) == (2, "", True), err
