@@ -37,7 +37,9 @@ class ServeFleetOptions(ServeOptions):
     """One server's flags, and those of several behind a router."""
 
     replicas: int | None = Field(None, ge=1, le=512, description="so many copies of the model, behind a router")
-    gpus: str | None = Field(None, description="one replica on each of so many devices, 4, or of these: 0,2,4,6")
+    gpus: str | None = Field(
+        None, description="one replica on each of so many devices, 4, of all, or of these: 0,2,4,6"
+    )
     launcher: str | None = Field(None, description="where replicas run: local, slurm or ray [local]")
     routing: str = Field(
         "least-loaded",

@@ -120,6 +120,7 @@ class HealthChecks:
 
 MOST_PORT = 65_535
 MOST_REPLICAS = 512  # as many as the router has counters for
+ALL = "all"
 NODES = re.compile(r"nvidia\d+")
 
 
@@ -229,7 +230,9 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class GpuSelection:
-    """What `--gpus` asks for: `count` devices, any of them, or those that are named, with one replica each."""
+    """What `--gpus` asks for: `count` devices, any of them, or those that are named, with one replica each. `all`
+    is the count of those here, 0 without any.
+    """
 
     text: str
     count: int
@@ -242,6 +245,8 @@ class GpuSelection:
             which = "device" if self.count == 1 else "devices"
             return f"--gpus {self.text} names {which} {', '.join(self.names)}"
         devices = "1 device" if self.count == 1 else f"{self.count} devices"
+        if self.text == ALL:
+            return f"--gpus {ALL} is a count of those here: {devices}"
         return f"--gpus {self.text} is a count: {devices} (device {self.text} alone is --gpus {self.text},)"
 
     def here(self) -> tuple[str, ...]:
@@ -249,6 +254,10 @@ class GpuSelection:
         if self.names:
             return self.names
         found = gpus_here()
+        if not self.count:
+            raise UsageError(
+                f"--gpus {ALL}: there is no device here. Leave --gpus out: --replicas N serves on the CPU."
+            )
         if found and self.count > len(found):
             there_are = "1 device is" if len(found) == 1 else f"{len(found)} devices are"
             raise UsageError(
@@ -259,10 +268,12 @@ class GpuSelection:
 
 
 def gpus_of(text: str) -> GpuSelection:
-    """`4`: so many devices; `0,2`, `4,` or names such as GPU-8f…: these, and each replica sees one. Raises
-    `UsageError`.
+    """`4`: so many devices; `all`: as many as are here; `0,2`, `4,` or names such as GPU-8f…: these, and each replica
+    sees one. Raises `UsageError`.
     """
     listed = text.strip()
+    if listed == ALL:
+        return GpuSelection(ALL, len(gpus_here()))
     if listed.isdecimal():
         if not 1 <= int(listed) <= MOST_REPLICAS:
             raise UsageError(
@@ -273,8 +284,8 @@ def gpus_of(text: str) -> GpuSelection:
     found = tuple(part.strip() for part in listed.removesuffix(",").split(","))
     if not all(re.fullmatch(r"\d{1,4}|(GPU|MIG)-[0-9A-Za-z/-]{1,80}", one) for one in found):
         raise UsageError(
-            f"--gpus {text}: neither a count nor a list of devices. Write how many, such as 4, or their numbers, such "
-            "as 0,2,4,6."
+            f"--gpus {text}: neither a count nor a list of devices. Write how many, such as 4, {ALL}, or their "
+            "numbers, such as 0,2,4,6."
         )
     return GpuSelection(listed, len(found), found)
 
@@ -285,6 +296,11 @@ def devices_for(wanted: GpuSelection, launcher: Launcher, replicas: int) -> tupl
     """
     if launcher.here:
         return wanted.here()
+    if wanted.text == ALL:
+        raise UsageError(
+            f"--gpus {ALL} means the devices of this machine, and --launcher {launcher.name} chooses devices "
+            "elsewhere. Give a count: --gpus 4."
+        )
     if wanted.names:
         raise UsageError(
             f"{wanted.understood} of this machine, and --launcher {launcher.name} chooses devices elsewhere. Give a "

@@ -69,6 +69,7 @@ def four_gpus(monkeypatch):
     [
         pytest.param("4", ("0", "1", "2", "3"), id="a number is a count"),
         pytest.param("2", ("0", "1"), id="of fewer than there are"),
+        pytest.param("all", ("0", "1", "2", "3"), id="all are counted"),
         pytest.param("0,2", ("0", "2"), id="a list names devices"),
         pytest.param("3,", ("3",), id="a list of one ends with a comma"),
         pytest.param("1,1", ("1", "1"), id="one may be named twice"),
@@ -90,16 +91,25 @@ def test_a_count_is_of_the_devices_that_this_process_may_see(four_gpus, monkeypa
             planned(f"--gpus {none}")
 
 
+def test_all_devices_are_refused_where_there_are_none_and_where_a_cluster_has_others(four_gpus, monkeypatch):
+    with pytest.raises(UsageError, match=r"--launcher slurm chooses devices elsewhere\. Give a count"):
+        planned("--gpus all", SlurmLauncher())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match=r"no device here\. Leave --gpus out: --replicas N"):
+        planned("--gpus all")
+
+
 @pytest.mark.parametrize(
     ("flag", "understood"),
     [
         ("2", "--gpus 2 is a count: 2 devices (device 2 alone is --gpus 2,). Starting 2 replicas, on 0, 1;"),
+        ("all", "--gpus all is a count of those here: 4 devices. Starting 4 replicas, on 0, 1, 2, 3;"),
         ("0,2", "--gpus 0,2 names devices 0, 2. Starting 2 replicas, on 0, 2;"),
     ],
 )
 async def test_the_first_line_says_how_gpus_was_understood(four_gpus, flag, understood):
     wanted, told = gpus_of(flag), []
-    made = plan(2, devices=wanted.here(), devices_named=True, understood=wanted.understood)
+    made = plan(wanted.count, devices=wanted.here(), devices_named=True, understood=wanted.understood)
     fleet = Fleet(made, launcher(), told.append)
     try:
         await fleet.start()
