@@ -123,9 +123,10 @@ def explain(
 
 
 def _of_each_value(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """A number or one of some words is complained about twice, as no such number and as no such word: once will do."""
-    typed = {str(one["loc"][0]) for one in details if one["loc"] and one["type"] != "literal_error"}
-    return [one for one in details if one["type"] != "literal_error" or str(one["loc"][0]) not in typed]
+    """A number or a text is complained about twice, as no such number and as no such text: as a number will do."""
+    of_text = ("literal_error", "string_type")
+    typed = {str(one["loc"][0]) for one in details if one["loc"] and one["type"] not in of_text}
+    return [one for one in details if one["type"] not in of_text or str(one["loc"][0]) not in typed]
 
 
 def natural(value: Any, annotation: Any) -> Any:

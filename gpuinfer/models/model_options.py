@@ -171,7 +171,7 @@ SplitPoints = Annotated[
     tuple[Annotated[Annotated[int, Field(ge=1)] | str, BeforeValidator(_point)], ...] | None,
     Field(
         description="of layers and pipeline: the layers at which stages begin, by number or by name, as 2,4 or "
-        "encoder.2,encoder.4; default by measured time and memory",
+        "layers.2,layers.4; default by measured time and memory",
         json_schema_extra=WITH_STAGES,
     ),
 ]

@@ -21,6 +21,7 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.gradients import TrainingBatch
@@ -108,12 +109,19 @@ async def test_split_points_may_be_names_of_layers(points):
     [
         ("encoder.9", r"no layer of .* is called 'encoder.9'. Did you mean .*encoder.5.* Its 8 layers: encoder.0"),
         ("decoder.1.weight", "inside layer 7, 'decoder.1'"),
+        ("encoder", "is layer 0, where the first stage begins anyway. Leave it out, and name .* such as encoder.1"),
         ("decoder,encoder.1", r"are the layers 6, 1 of .*Name the layers at which stages begin in their order"),
     ],
 )
 async def test_names_that_are_no_beginnings_of_stages_are_refused_with_the_nearest(point, said):
     with pytest.raises(UsageError, match=said):
         await rows_answered(parallel="layers", split_points=point.split(","))
+
+
+def test_a_split_point_that_is_no_layers_number_is_complained_about_once():
+    with pytest.raises(UsageError) as refused:
+        check(InProcess.Options, {"split_points": GivenValue("0", "-B split_points")}, "inprocess")
+    assert str(refused.value) == "-B split_points: '0' is less than 1. Give 1 or more."
 
 
 def test_split_points_of_a_model_of_text_are_named_as_its_checkpoint_does():

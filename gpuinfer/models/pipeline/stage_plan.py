@@ -162,6 +162,13 @@ def starts_of(tuning: CutOptions, layers: LayerPaths, name: str) -> tuple[int, .
         return None
     starts = tuple(one if isinstance(one, int) else _layer_named(one, layers, name) for one in tuning.split_points)
     listed = ",".join(map(str, tuning.split_points))
+    for point, start in zip(tuning.split_points, starts, strict=True):
+        if not start and point != start and len(layers) > 1:  # by its name
+            second = layers[1][0] if layers[1] else 1
+            raise UsageError(
+                f"split_points={listed}: '{point}' of {title(name)} is layer 0, where the first stage begins anyway. "
+                f"Leave it out, and name a later one, such as {second}."
+            )
     if any(not 0 < start < len(layers) for start in starts):
         raise UsageError(
             f"split_points={listed}: {title(name)} has {len(layers)} layers, 0 to {len(layers) - 1}, the first stage "
