@@ -64,16 +64,18 @@ def execute(values: Mapping[str, Any]) -> int:
         show_page(perplexity_page(comparison.document()), on_stderr=destination.stdout)
         destination.write(comparison.document())
         return 0
-    if tuning.model_fields_set:
+    of_rows = is_network(options.model)
+    if tuning.model_fields_set and not of_rows:
         name = min(tuning.model_fields_set)
         raise UsageError(f"-B {name} is for --perplexity here. Add --perplexity FILE, or leave it out.")
     verification: Verification | RowsVerification
     page_of: Callable[[dict[str, Any]], Page]
-    if is_network(options.model):
+    if of_rows:
         from gpuinfer.lab.verify import rows_verification
 
         spec = network_spec(options, setup)
-        verification = rows_verification.RowsVerification(options, setup, spec, say=say)
+        given = {name: getattr(tuning, name) for name in tuning.model_fields_set}
+        verification = rows_verification.RowsVerification(options, setup, spec, say, given)
         page_of = rows_verification.rows_page
     else:
         verification, page_of = Verification(options, setup, say=say), verify_page

@@ -101,7 +101,15 @@ def is_of(module: str, error: ModuleNotFoundError) -> bool:
 
 
 def absent(name: str, module: str | None, what: str) -> UsageError:
-    """`what` is made or computed by it, in the words of an error."""
+    """`what` is made or computed by it, in the words of an error. A path of a file is answered with its module."""
+    path, _, function = name.partition(":")
+    if path.endswith(".py"):
+        folder, file = os.path.split(os.path.normpath(path.removesuffix(".py")))
+        dotted = file if os.path.isabs(path) else os.path.join(folder, file).replace(os.sep, ".")
+        start = f", started in {folder}" if os.path.isabs(path) else ""
+        return UsageError(
+            f"{what} '{name}': '{path}' is a file, and a module's name is wanted. Write '{dotted}:{function}'{start}."
+        )
     return UsageError(
         f"{what} '{name}': no module named '{module}' in {os.getcwd()} or among the installed packages. "
         "Start gpuinfer where that module lies, or set PYTHONPATH."

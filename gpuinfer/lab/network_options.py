@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +47,21 @@ def refuse_of_networks(options: NetworkOptions, called: object) -> None:
         raise UsageError(
             f"--{unheard[0]} belongs to a network of rows, and '{called}' is a model of text. Leave it out."
         )
+
+
+@contextmanager
+def sizes_named(spec: ModelSpec) -> Iterator[None]:
+    """Where a factory wants to know sizes of rows, raises `UsageError` that names the flags."""
+    from gpuinfer.models.load import FactoryWants, title
+
+    try:
+        yield
+    except FactoryWants as error:
+        if not set(error.names) <= set(SIZES):
+            raise
+        cure = " and ".join(f"--{name} N" for name in error.names)
+        wanted = " and ".join(error.names)
+        raise UsageError(f"{title(spec.name)}: the factory needs {wanted}. Give {cure}.") from error
 
 
 def network_spec(options: NetworkOptions, setup: Setup) -> ModelSpec:

@@ -27,13 +27,16 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.engine.arrivals import ClosedLoop
 from gpuinfer.engine.engine import Engine
-from gpuinfer.errors import BackendDied
+from gpuinfer.errors import BackendDied, WorkError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.loop.loop_figures import step_figures
 from gpuinfer.lab.loop.loop_runner import LoopStep
 from gpuinfer.lab.loop.loop_summary import device_use, loop_page
 from gpuinfer.lab.simulate import simulate
+from gpuinfer.lab.verify.module_answers import answers_of_module
+from gpuinfer.lab.verify.rows_verification import RowsRoute, RowsVerification, planned, rows_to_verify
+from gpuinfer.lab.verify.verify_setup import VerifyOptions
 from gpuinfer.models.positions import positions_of
 from gpuinfer.runtime.run import execute
 from gpuinfer.stats import Snapshot
@@ -43,6 +46,7 @@ from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
 pytestmark = pytest.mark.usefixtures("children_forked")
 
 WAIT_S = 120
+SKIPPED = "there are 60 rows. Give more rows, or a higher --limit"
 
 
 class ServerKiller:
@@ -286,6 +290,67 @@ def test_verify_takes_rows_of_a_file_and_outputs_of_any_name(gpuinfer, tmp_path)
     assert found["checks"][0]["outputs"][1]["same_best"] is None, "it has one entry a row"
 
 
+def module_answers(model, rows=20):
+    spec = ModelSpec(f"row_networks:{model}", None, 12, "float32", {"actions": 9, "seats": 2})
+    drawn = np.random.default_rng(1).standard_normal((rows, 12)).astype(np.float32)
+    return answers_of_module(spec, Setup(model=spec, devices=("cpu",)), drawn)
+
+
+def test_verify_names_what_stays_in_training_mode_where_the_module_raises_for_one_row():
+    with pytest.raises(
+        WorkError, match=r"raised for one row alone.*In training mode in spite of .*'norm' \(BatchNorm1d"
+    ):
+        module_answers("in_training")
+
+
+def test_verify_ends_with_4_and_the_words_of_a_network_that_raises_for_several_rows(gpuinfer, tmp_path):
+    code, found, said = verified(gpuinfer, tmp_path, "one_row", "--through", "inprocess")
+    assert (code, found["holds"], {check["status"] for check in found["checks"]}) == (4, False, {"fails"}), said
+    assert "raised for 400 rows: RuntimeError: one row, please" in found["checks"][0]["why"]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("in_training_spread", "In training mode in spite of eval(): 'norm'"),
+        ("batch_dependent", "its rows depend on one another"),
+        ("not_a_number", "answers NaN in value"),
+        ("dropping", "does not answer alike when it is called twice"),
+        ("counting", "does not answer alike when it is called twice"),
+    ],
+)
+def test_verify_says_why_the_module_itself_answers_otherwise_in_a_batch(model, why):
+    spec = ModelSpec(f"row_networks:{model}", None, 12, "float32", {"actions": 9, "seats": 2})
+    verification = RowsVerification(VerifyOptions(model=spec.name), Setup(model=spec, devices=("cpu",)), spec)
+    module = module_answers(model)
+    verification._compared(route := RowsRoute("in one batch", answers=module.batched), module)
+    assert (route.status, why in route.why) == ("fails", True), route.why
+
+
+def test_verify_draws_as_many_rows_as_the_largest_batch_needs_and_lists_a_size_with_too_few():
+    spec = ModelSpec("row_networks:sound", None, 12, "float32")
+    sizes = {"model": spec.name, "batch_sizes": [500, 2], "through": ["inprocess"]}
+    for limit, rows in (({}, 500), ({"limit": 1000}, 1000), ({"limit": 60}, 60)):
+        options = VerifyOptions(**sizes, **limit)
+        assert len(rows_to_verify(options, spec, 0)) == rows
+        large, small = planned(options, rows)["inprocess"]
+        assert sum(small.sizes) == rows
+        assert (sum(large.sizes), large.why) == ((rows, "") if rows >= 500 else (0, SKIPPED)), large
+
+
+def test_verify_takes_the_backend_options_of_the_process_and_says_which_size_it_left_out(gpuinfer, tmp_path):
+    words = ("--through", "inprocess", "--limit", "8", "-B", "parallel=layers", "-B", "split_points=1")
+    place = tmp_path / "verify.json"
+    model = ("--model", "blobnet-small", "--batch-sizes", "2,16", "--json", str(place))
+    code, _, err = gpuinfer("verify", *model, *words)
+    assert code == 0, err
+    checks = {check["name"]: check["status"] for check in json.loads(place.read_text())["checks"]}
+    expected = {"in one batch": "holds", "inprocess, 16 a request": "skipped", "inprocess, 2 a request": "holds"}
+    assert checks == expected
+    code, _, err = gpuinfer("verify", *model, "-B", "split_points=1")
+    assert (code, "parallel=data it is not cut" in " ".join(err.split())) == (2, True), err
+
+
 @pytest.mark.thorough
 def test_verify_asks_a_fleet_too(gpuinfer, tmp_path):
     words = ("--actions", "9", "--seats", "2", "--replicas", "2")
@@ -301,6 +366,10 @@ def test_verify_refuses_options_of_the_other_kind_of_model(gpuinfer, empty_folde
         ("--model", "tiny", "--rows", "x.npy"): "for networks of rows",
         ("--model", "tiny", "--features", "3"): "belongs to a network of rows",
         ("--model", "row_networks:sound", "--features", "3", "--rows", "x.npy"): "Give a .npy file",
+        ("--model", "row_networks:sound", "--features", "3", "--batch-sizes", "0"): "Use 1 to 4096",
+        ("--model", "row_networks:of_sizes", "--features", "3"): "Give --actions N and --seats N",
+        ("--model", "row_networks.py:sound", "--features", "3"): "Write 'row_networks:sound'",
+        ("--model", "some/row_networks.py:sound", "--features", "3"): "Write 'some.row_networks:sound'",
     }
     for words, cure in refused.items():
         code, _, err = gpuinfer("verify", *words)

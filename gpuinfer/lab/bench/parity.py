@@ -98,10 +98,10 @@ def cut(blocks: Sequence[int], most: int) -> list[int]:
     return [min(most, rows - done) for rows in blocks for done in range(0, rows, most)]
 
 
-def sample(spec: ModelSpec, seed: int) -> np.ndarray:
-    """Rows that any model takes, as far as one can know without asking its author: zeros and ones, [400, features]."""
+def sample(spec: ModelSpec, seed: int, rows: int = sum(BLOCKS)) -> np.ndarray:
+    """Rows that any model takes, as far as one can know without asking its author: zeros and ones, [rows, features]."""
     random = np.random.default_rng(seed)
-    return random.integers(0, 2, (sum(BLOCKS), spec.inputs)).astype(row_dtype(spec))
+    return random.integers(0, 2, (rows, spec.inputs)).astype(row_dtype(spec))
 
 
 def packed(rows: np.ndarray, spec: ModelSpec) -> np.ndarray:

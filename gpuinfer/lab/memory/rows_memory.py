@@ -5,10 +5,9 @@ In stages they go as micro-batches, of which a bounded number lies between two s
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,9 +18,8 @@ import torch
 from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.errors import UsageError
 from gpuinfer.lab.memory.batch_trials import MemoryParts, StageParts, Stopwatch, at_once
-from gpuinfer.lab.network_options import SIZES
+from gpuinfer.lab.network_options import sizes_named
 from gpuinfer.models.footprint import (
     FORWARDS,
     Activations,
@@ -31,7 +29,6 @@ from gpuinfer.models.footprint import (
     weight_bytes,
 )
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, padded
-from gpuinfer.models.load import FactoryWants, title
 from gpuinfer.models.model_options import stage_shares
 from gpuinfer.models.open_model import CPU_MAX_ROWS, CUDA_MAX_ROWS, Opened, open_model
 from gpuinfer.models.pipeline.open_pipeline import cut_model, in_flight_of, open_staged
@@ -149,19 +146,6 @@ def seconds_of_block(opened: Opened, block: np.ndarray[Any, Any]) -> float:
         opened.forward([block])
         seconds.append(watch.seconds())
     return min(seconds)
-
-
-@contextlib.contextmanager
-def sizes_named(spec: ModelSpec) -> Iterator[None]:
-    """Where a factory wants to know sizes of rows, the error names the flags."""
-    try:
-        yield
-    except FactoryWants as error:
-        if not set(error.names) <= set(SIZES):
-            raise
-        cure = " and ".join(f"--{name} N" for name in error.names)
-        wanted = " and ".join(error.names)
-        raise UsageError(f"{title(spec.name)}: the factory needs {wanted}. Give {cure}.") from error
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from torch.nn import functional
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.gradients import TrainingBatch
 from gpuinfer.lab.memory.batch_trials import MemoryParts, StageParts, Stopwatch
-from gpuinfer.lab.memory.rows_memory import MOST, block_of, sizes_named
+from gpuinfer.lab.memory.rows_memory import MOST, block_of
+from gpuinfer.lab.network_options import sizes_named
 from gpuinfer.models.device import resolve_dtype
 from gpuinfer.models.footprint import Activations, weight_bytes
 from gpuinfer.models.gradients import GradientPass

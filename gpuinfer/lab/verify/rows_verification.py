@@ -23,7 +23,8 @@ from gpuinfer.config import registry
 from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
 from gpuinfer.lab.bench import parity
 from gpuinfer.lab.presenter import Page, Table
-from gpuinfer.lab.verify.verify_setup import VerifyOptions
+from gpuinfer.lab.verify.module_answers import POLICY, ModuleAnswers, Outputs, answers_of_module
+from gpuinfer.lab.verify.verify_setup import VerifyOptions, check_batch_sizes
 from gpuinfer.models.row_format import row_dtype
 from gpuinfer.report.report import environment
 from gpuinfer.runtime.run import run
@@ -31,11 +32,8 @@ from gpuinfer.units import whole
 
 SCHEMA = "gpuinfer.verify/1"
 ALONE, BATCHED = "alone", "in one batch"  # of the module itself
-POLICY, VALUE = "policy", "value"
 MOST_ROWS = 4096  # of a file or of records
-STRATEGY, FLEET = "dynamic", "fleet"
-
-Outputs = Mapping[str, NDArray[np.float32]]  # by name, each [rows, …]
+STRATEGY, INPROCESS, FLEET = "dynamic", "inprocess", "fleet"
 
 
 @dataclass
@@ -67,6 +65,10 @@ class RowsRoute:
         }
 
 
+def _words(difference: float) -> str:
+    return f"{difference:.2g}" if math.isfinite(difference) else "of another shape, or NaN"
+
+
 def _finite(difference: float) -> float | None:
     """None for answers of another shape, or NaN: JSON knows no infinity."""
     return difference if math.isfinite(difference) else None
@@ -80,6 +82,7 @@ class RowsVerification:
     setup: Setup
     spec: ModelSpec
     say: Callable[[str], None] = lambda line: None
+    backend_options: Mapping[str, Any] = field(default_factory=dict)  # of `inprocess`
     routes: list[RowsRoute] = field(default_factory=list)
     finished: bool = False
     _began: str = ""
@@ -103,20 +106,30 @@ class RowsVerification:
     def run(self) -> None:
         """Load the model and try all ways. Raises `UsageError` before, `WorkError` when the model itself fails."""
         self._began, self._from = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+        check_batch_sizes(self.options.batch_sizes)
         check_through(self.options.through)
+        registry.load("backends", INPROCESS)(replace(self.setup, model=self.spec), **self.backend_options)
         rows = rows_to_verify(self.options, self.spec, self.setup.seed)
         self._rows, self._features = rows.shape
         self.say(f"the model alone, {whole(len(rows))} rows one at a time …")
         began = time.perf_counter()
-        alone, batched = answers_of_module(self.spec, self.setup, rows)
-        seconds = time.perf_counter() - began
-        self._compared(RowsRoute(BATCHED, answers=batched, seconds=seconds), alone)
+        module = answers_of_module(self.spec, self.setup, rows)
+        in_one_batch = RowsRoute(BATCHED, answers=module.batched or {}, seconds=time.perf_counter() - began)
+        if module.batched is None:
+            in_one_batch.status, in_one_batch.why = "fails", module.failure
+            self.routes.append(in_one_batch)
+        else:
+            self._compared(in_one_batch, module)
         first: RowsRoute | None = None  # of a run: with --deterministic all ways of a run give its bits
         for backend, routes in planned(self.options, len(rows)).items():
+            self.routes.extend(route for route in routes if not route.sizes)
+            routes = [route for route in routes if route.sizes]
+            if not routes:
+                continue
             self.say(f"through {backend} …")
             began = time.perf_counter()
             try:
-                more = {"replicas": self.options.replicas} if backend == FLEET else {}
+                more = self._options_of(backend)
                 sizes = [route.sizes for route in routes]
                 found = answers_through(backend, self.spec, self.setup, rows, sizes, more)
             except GpuinferError as error:
@@ -125,21 +138,30 @@ class RowsVerification:
                     self.routes.append(route)
                 continue
             for route, outputs in zip(routes, found, strict=True):
-                route.answers = {name: outputs[at] for at, name in enumerate(alone)}
+                route.answers = dict(zip(module.alone, outputs, strict=True))
                 route.seconds = (time.perf_counter() - began) / len(routes)
-                self._compared(route, alone, first if self.options.deterministic else None)
+                self._compared(route, module, first if self.options.deterministic else None)
                 first = first or route
         self.finished = True
 
-    def _compared(self, route: RowsRoute, alone: Outputs, bits_of: RowsRoute | None = None) -> None:
+    def _options_of(self, backend: str) -> Mapping[str, Any]:
+        if backend == FLEET:
+            return {"replicas": self.options.replicas}
+        return self.backend_options if backend == INPROCESS else {}
+
+    def _compared(self, route: RowsRoute, module: ModuleAnswers, bits_of: RowsRoute | None = None) -> None:
+        alone = module.alone
         route.outputs = [_output(name, route.answers[name], right) for name, right in alone.items()]
         far = [one for one in route.outputs if one["largest_difference"] > self.tolerance]
         route.status = "fails" if far else "holds"
         if far:
-            apart = ", ".join(f"{one['name']} {one['largest_difference']:.2g}" for one in far)
+            apart = ", ".join(f"{one['name']} {_words(one['largest_difference'])}" for one in far)
             route.why = f"further from the model alone than {self.tolerance:g}: {apart}"
-            if route.backend is None:
-                route.why += ". That is the module itself: its rows depend on one another (batch statistics, a mean?)"
+            if cause := module.cause(self.tolerance):
+                route.why += f". {cause}"
+            elif route.backend is None:
+                cause = module.in_training or "its rows depend on one another (batch statistics, a mean?)"
+                route.why += f". That is the module itself: {cause}"
         elif bits_of is not None and any(
             route.answers[name].tobytes() != bits_of.answers[name].tobytes() for name in alone
         ):
@@ -175,14 +197,22 @@ def check_through(backends: Sequence[str]) -> None:
 def planned(options: VerifyOptions, rows: int) -> dict[str, list[RowsRoute]]:
     """The ways of a run, by backend: in this process by batch size, else with requests of many sizes at once."""
     found: dict[str, list[RowsRoute]] = {}
-    for name in dict.fromkeys(("inprocess", *options.through)):
-        if name == "inprocess":
-            sizes = [size for size in dict.fromkeys((*options.batch_sizes,)) if size <= rows]
-            found[name] = [RowsRoute(f"inprocess, {size} a request", name, in_pieces(rows, [size])) for size in sizes]
+    for name in dict.fromkeys((INPROCESS, *options.through)):
+        if name == INPROCESS:
+            found[name] = [_of_size(size, rows) for size in dict.fromkeys(options.batch_sizes)]
         else:
             called = f"{name} of {options.replicas}" if name == FLEET and options.replicas > 1 else name
             found[name] = [RowsRoute(called, name, in_pieces(rows, parity.BLOCKS))]
     return found
+
+
+def _of_size(size: int, rows: int) -> RowsRoute:
+    route = RowsRoute(f"{INPROCESS}, {size} a request", INPROCESS)
+    if size > rows:
+        route.why = f"there are {rows:,} rows. Give more rows, or a higher --limit"
+    else:
+        route.sizes = in_pieces(rows, [size])
+    return route
 
 
 def in_pieces(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -194,12 +224,14 @@ def in_pieces(rows: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def rows_to_verify(options: VerifyOptions, spec: ModelSpec, seed: int) -> NDArray[Any]:
-    """The rows for the model, [rows, features]: of --rows the first, else zeros and ones that are drawn.
+    """The rows for the model, [rows, features]: of --rows the first, else zeros and ones that are drawn, enough for the
+    largest batch.
 
     Raises `UsageError` for a file of other rows than the model's.
     """
     if options.rows is None:
-        return parity.sample(spec, seed)
+        count = max(sum(parity.BLOCKS), *options.batch_sizes)
+        return parity.sample(spec, seed, options.limit if "limit" in options.model_fields_set else count)
     path, most = options.rows, options.limit if "limit" in options.model_fields_set else MOST_ROWS
     if path.is_dir():
         from gpuinfer.models.positions import positions_of
@@ -219,34 +251,6 @@ def rows_to_verify(options: VerifyOptions, spec: ModelSpec, seed: int) -> NDArra
         )
     taken: NDArray[Any] = rows[:most].astype(row_dtype(spec))
     return taken
-
-
-def answers_of_module(spec: ModelSpec, setup: Setup, rows: NDArray[Any]) -> tuple[Outputs, Outputs]:
-    """What the module answers when it is simply called: with one row at a time, and with all of them."""
-    import torch
-
-    from gpuinfer.models.load import build, resolve_device, resolve_dtype
-
-    device, dtype = resolve_device(setup.devices[0]), resolve_dtype(setup.dtype)
-    module = build(spec, device=device, dtype=dtype, seed=setup.seed)
-    with torch.inference_mode():
-        inputs = torch.from_numpy(rows).to(device=device, dtype=dtype)
-        answer = module(inputs)
-        single = [parity.arrays(module(inputs[at : at + 1])) for at in range(len(rows))]
-    together = parity.arrays(answer)
-    names = output_names(answer, spec, together)
-    alone = [np.concatenate(column) for column in zip(*single, strict=True)]
-    return dict(zip(names, alone, strict=True)), dict(zip(names, together, strict=True))
-
-
-def output_names(answer: Any, spec: ModelSpec, outputs: Sequence[NDArray[Any]]) -> list[str]:
-    """What the outputs are called: policy and value where they have a game's sizes, keys of a dict, else numbers."""
-    if isinstance(answer, Mapping):
-        return [str(key) for key in sorted(answer)]
-    widths = [int(np.prod(one.shape[1:])) for one in outputs]
-    if widths == [spec.arguments.get("actions"), spec.arguments.get("seats")]:
-        return [POLICY, VALUE]
-    return [f"output {number}" for number in range(len(outputs))]
 
 
 def _output(name: str, found: NDArray[np.float32], right: NDArray[np.float32]) -> dict[str, Any]:
@@ -371,4 +375,6 @@ def _verdict(document: Mapping[str, Any]) -> str:
         )
     if document["status"] == "partial":
         return "Stopped before all ways were tried; those that were tried answer as the model does."
-    return f"All {len(document['checks'])} ways answer as the model does with one row at a time."
+    held = sum(check["status"] == "holds" for check in document["checks"])
+    tried = " that were tried" if held < len(document["checks"]) else ""
+    return f"All {held} ways{tried} answer as the model does with one row at a time."

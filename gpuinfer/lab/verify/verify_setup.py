@@ -4,7 +4,7 @@ common beginnings; and the model, opened so that it can be asked in many ways.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -135,7 +135,12 @@ class VerifyOptions(NetworkOptions, UnmaskingOptions):
         ["central", "fleet"], max_length=16, description="of a network of rows: backends that are asked too"
     )
     replicas: int = Field(1, ge=1, le=64, description="of the fleet that is asked")
-    limit: int = Field(32, ge=1, le=100_000, description="prompts or rows that are taken from there, the first ones")
+    limit: int = Field(
+        32,
+        ge=1,
+        le=100_000,
+        description="prompts or rows that are taken from there, the first ones; rows that are drawn",
+    )
     new_tokens: int = Field(32, ge=1, le=MOST_TOKENS, description="of each answer, whatever ends one")
     batch_sizes: list[int] = Field([1, 3, 64], min_length=1, max_length=16, description="rows at once: 1,3,64")
     tolerance: float | None = Field(
@@ -223,6 +228,13 @@ def check_kind(options: VerifyOptions) -> None:
         raise UsageError(f"--{odd[0]} is for networks of rows, and '{called}' is a model of text. Leave it out.")
 
 
+def check_batch_sizes(sizes: Sequence[int]) -> None:
+    """Raises `UsageError` for one that is no number of rows."""
+    if not all(1 <= size <= LARGEST_BATCH for size in sizes):
+        listed = ",".join(map(str, sizes))
+        raise UsageError(f"--batch-sizes {listed}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
+
+
 def model_of(options: VerifyOptions) -> tuple[ModelSpec, Checkpoint]:
     """The one model that the flags name. Raises `UsageError`."""
     from gpuinfer.text.checkpoint import open_checkpoint
@@ -247,8 +259,7 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
 
     if options.prompts is not None and not options.prompts.is_file():
         raise UsageError(f"--prompts: there is no file '{options.prompts}'. Give one that exists.")
-    if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):
-        raise UsageError(f"--batch-sizes {options.batch_sizes}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
+    check_batch_sizes(options.batch_sizes)
     spec, checkpoint = model_of(options)
     if (wanted := unmasking_of(options)) is not None:
         check_with_model(spec, Sampling(unmasking=wanted))
