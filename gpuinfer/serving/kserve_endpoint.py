@@ -209,8 +209,8 @@ class KServeModel:
 
     async def _answered(self, tensors: Mapping[str, Tensor], context: RequestContext) -> dict[str, Array]:
         """The outputs for rows, in arrays [rows, …]. Raises `BadRequest`, and `BadResult` for no arrays of numbers."""
-        evaluate = self._evaluate
-        assert evaluate is not None
+        if (evaluate := self._evaluate) is None:
+            raise RuntimeError("a model of text answers no arrays.")
         arrays, reader = self._checked(tensors), evaluate.reader
         if isinstance(reader, LayoutReader):
             block = reader.from_arrays(arrays)

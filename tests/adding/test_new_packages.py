@@ -81,7 +81,7 @@ def test_what_its_readme_shows_runs(kind, place, tmp_path):
         if words[:2] == ["plugins", "check"]:
             continue  # its own tests have done it
         words = [FEWER.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-        if words[0] != "plugins" and "--help" not in words:
+        if words[0] not in ("plugins", "simulate") and "--help" not in words:
             words += ["--no-roofline", *(["--workers", "1"] if words[0] == "selfplay" else [])]
         gpuinfer(*words, place=place, within=tmp_path)
 

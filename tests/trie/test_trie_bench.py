@@ -3,7 +3,12 @@
 from listing import units_suffice
 
 from gpuinfer.generation import Listed
-from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintBench, Vocabulary, drawn_orders, measure_constraints
+from gpuinfer.lab.rollouts_bench.constraint_speed import (
+    ConstraintBench,
+    SyntheticVocabulary,
+    drawn_orders,
+    measure_constraints,
+)
 
 
 def test_each_piece_has_a_time_and_what_it_stands_beside():
@@ -20,7 +25,7 @@ def test_each_piece_has_a_time_and_what_it_stands_beside():
 
 
 def test_what_is_measured_is_a_list_as_any_other():
-    codec, made = Vocabulary(1200), drawn_orders(60)
+    codec, made = SyntheticVocabulary(1200), drawn_orders(60)
     assert drawn_orders(60) == made
     assert len(codec.pieces) == len(set(codec.pieces)) == 1200
     [tokens] = codec.encode([made[0][1]], False)

@@ -275,8 +275,8 @@ class Relay:
         passed = 0  # requests in front, which wait for a replica that they have not been at
         while passed < len(self._queue):
             request, usable = self._queue.at(passed), self.members.usable
-            ticket = request.ticket
-            assert ticket is not None
+            if (ticket := request.ticket) is None:
+                raise RuntimeError("a request waits in the queue without a ticket.")
             if ticket.deadline <= (now := self.clock()):
                 self._expire(request)
                 continue

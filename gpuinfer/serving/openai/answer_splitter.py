@@ -237,8 +237,8 @@ class AnswerSplitter:
 
     @property
     def _tags(self) -> ArgumentTags:
-        assert self._form is not None
-        assert self._form.tags is not None
+        if self._form is None or self._form.tags is None:
+            raise RuntimeError("these calls of tools have no tags.")
         return self._form.tags
 
     def _begin_value(self, delta: AnswerDelta, name: str) -> None:
