@@ -62,8 +62,8 @@ def answers_of_module(spec: ModelSpec, setup: Setup, rows: NDArray[Any]) -> Modu
         inputs = torch.from_numpy(rows).to(device=device, dtype=dtype)
         try:
             first = module(inputs[:1])
-            alone = joined([first, *(module(inputs[at : at + 1]) for at in range(1, len(rows)))])
-            again = joined([module(inputs[at : at + 1]) for at in range(min(len(rows), CALLED_TWICE))])
+            alone = joined_answers([first, *(module(inputs[at : at + 1]) for at in range(1, len(rows)))])
+            again = joined_answers([module(inputs[at : at + 1]) for at in range(min(len(rows), CALLED_TWICE))])
         except GpuinferError:
             raise
         except Exception as error:
@@ -93,7 +93,7 @@ def answers_of_module(spec: ModelSpec, setup: Setup, rows: NDArray[Any]) -> Modu
     )
 
 
-def joined(answers: Sequence[Any]) -> list[NDArray[np.float32]]:
+def joined_answers(answers: Sequence[Any]) -> list[NDArray[np.float32]]:
     """The outputs of all rows, of the answers to one row each."""
     return [np.concatenate(column) for column in zip(*map(parity.arrays, answers), strict=True)]
 
