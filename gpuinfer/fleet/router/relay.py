@@ -187,7 +187,7 @@ class Relay:
 
     def _send_to(self, request: ProxiedRequest, loads: Sequence[RoutedReplica], bounded: bool) -> bool:
         """Send a request to one of these. False: other processes have taken the room that there was."""
-        if self._shared:
+        if self._shared and not bounded:  # else `_with_room` has just done it
             for one in loads:
                 one.count_others()
         loads = tuple(loads)  # policies see it, and may not change it
