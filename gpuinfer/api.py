@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from gpuinfer.errors import BackendDied, UsageError
 
 if TYPE_CHECKING:
+    from gpuinfer.division import Division, RangeFeed
     from gpuinfer.generation import Part
 
 Result = Any
@@ -877,6 +878,33 @@ class Workload(Plugin, ABC):
     @abstractmethod
     def run(self, infer: Infer) -> AsyncIterator[Progress]:
         """Do the work; yield now and then. When `infer.stopping` is set, keep what is finished and return."""
+
+    # One run on many machines (`gpuinfer.division`)
+
+    def division(self) -> Division:
+        """The coordinator's side of this run when nodes do the work; nothing is opened yet. Raises `UsageError`, the
+        default, where it cannot be divided, with these options or at all.
+        """
+        raise UsageError(f"{type(self).__name__.lower()} cannot be divided over nodes. Leave --launcher out.")
+
+    def deciding(self, arithmetic: str) -> Mapping[str, Any]:
+        """On a node: all that decides what a record is, as `Division.settings` says on the coordinator. In a thread:
+        files may be read. `arithmetic`: `Backend.arithmetic`.
+        """
+        return {}
+
+    def run_ranges(self, infer: Infer, feed: RangeFeed) -> AsyncIterator[Progress]:
+        """On a node: as `run`, with units from `feed` until it has no more, and their records to it. Nothing is written
+        to where the options say. `Progress.done` counts this node's units. When `infer.stopping` is set, finish what
+        can be finished within seconds, give its records and return.
+        """
+        raise UsageError(f"{type(self).__name__.lower()} cannot be divided over nodes. Leave --launcher out.")
+
+    def pack_records(self, records: Sequence[Any]) -> bytes:
+        """The bytes of a range, of its units' records in order of their numbers. In a thread. The default joins them:
+        `bytes` that end where the next may begin, such as lines.
+        """
+        return b"".join(records)
 
 
 Factory = Callable[..., Any]
