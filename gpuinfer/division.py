@@ -117,7 +117,7 @@ class Division(ABC):
         Raises `WorkError` when they cannot be written.
         """
 
-    async def flush(self) -> None:
+    async def flush(self) -> None:  # noqa: B027
         """All that was kept is on the disk when this returns."""
 
     @abstractmethod
