@@ -410,7 +410,8 @@ class Backend(Plugin, ABC):
         if self.remote:
             raise UsageError(
                 f"the backend '{type(self).__name__.lower()}' is a way to a server with one model, and "
-                f"'{spec.name}' would be another beside it. Choose one that loads models itself: --backend inprocess."
+                f"'{spec.name}' would be another beside it. Have the workload open it before its worker processes start, "
+                "or choose a backend that loads models itself: --backend inprocess."
             )
         setup = replace(self.setup, model=spec, share=share)
         return type(self)(setup, **self.options.model_dump(exclude_unset=True))
@@ -764,7 +765,8 @@ class Infer(ABC):
         Where both want the device at once, it has `share` of it and the run's own model 1 (`Setup.share`).
 
         It starts with its first request or at its `ready`, and is closed with this one; the run counts both. The same
-        spec gives the same way. `name`: what the report calls it. Raises `UsageError` where there can be none.
+        spec gives the same way. Worker processes of a remote backend have those that were there when they started, on
+        the server that they share. `name`: what the report calls it. Raises `UsageError` where there can be none.
         """
         raise UsageError(f"there can be no other model, '{spec.name}', beside the run's own here. Leave it out.")
 

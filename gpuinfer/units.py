@@ -31,12 +31,14 @@ def whole(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """9 s, 4 min 10 s, 2 h 05 min."""
+    """9 s, 4 min 10 s, 2 h 05 min, 3.7 days."""
     if not math.isfinite(seconds):
         return "–"
     total = max(0, round(seconds))
     if total < 60:
         return f"{total} s"
+    if total >= 2 * 86_400:
+        return f"{total / 86_400:.1f} days"
     minutes, rest = divmod(total, 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 

@@ -147,13 +147,15 @@ def execute(values: Mapping[str, Any]) -> int:
         with tracking:
             tracking.finish(ended, loop_summary.tracked_summary(document, error))
     if document["iterations"]:
-        from gpuinfer.cli.screen.display import show_page
+        from gpuinfer.cli.screen.display import comparison, show_page
 
         page, title = loop_summary.loop_page(document, {}), f"loop · {options.game} · {options.model}"
         notes = [("strength", page.verdict), *loop_summary.strength_lines(document)]
         notes += [("weights", document["weights"])] if document["weights"] else []
         notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
         show_page(replace(page, notes=notes), title, on_stderr=destination.stdout)
+        for table in page.more:
+            comparison(table.title, table.columns, table.rows, [], on_stderr=destination.stdout)
     if error is not None:
         raise error
     if ended == "partial":
@@ -242,24 +244,27 @@ def _follow(plan: LoopPlan, verbose: bool, quiet: bool, tracking: Tracking) -> s
     """All steps; how they ended: done or partial."""
     from gpuinfer.cli.comparison_progress import interruptible
     from gpuinfer.lab.loop.loop_figures import LossFollower, step_figures
-    from gpuinfer.lab.loop.loop_runner import Remaining, run_loop
+    from gpuinfer.lab.loop.loop_runner import run_loop
+    from gpuinfer.lab.loop.loop_times import LoopTimes, times_line
 
     tracking.start()
     losses = LossFollower(plan, tracking.log if tracking.wanted else None)
-    line, remaining = _Line(replaced=not verbose and sys.stderr.isatty()), Remaining(plan)
+    line, times = _Line(replaced=not verbose and sys.stderr.isatty()), LoopTimes(plan)
 
     def say(step: LoopStep, what: str, end: str = "\n") -> None:
         if not quiet:
-            seconds = remaining.seconds()
+            seconds = times.seconds_left()
             rest = f" · {left_until(seconds)}" if seconds else ""
             line.say(f"iteration {step.iteration} of {plan.iterations} · {what}{rest}", end)
 
     def ended(step: LoopStep, report: Report, seconds: float) -> None:
-        remaining.ended(step, seconds)
+        times.ended(step, seconds)
         losses.ended(step)
         tracking.log(step.iteration, step_figures(step, report, plan.has_won(step.iteration)))
         won = f": it {'plays from now on' if plan.has_won(step.iteration) else 'does not play'}"
         say(step, _told(step, report, seconds) + (won if step.kind == "gate" else ""))
+        if step.kind == plan.kinds(step.iteration)[-1] and (time := times.document()) is not None and not quiet:
+            line.say(f"  an iteration: {times_line(time)} · {time['projection']}", "\n")
 
     def began(step: LoopStep) -> None:
         losses.began(step)

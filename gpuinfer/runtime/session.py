@@ -19,7 +19,19 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer import stats
-from gpuinfer.api import Backend, Infer, Limits, ModelSpec, Priority, Result, Roofline, Setup, Strategy, Stream
+from gpuinfer.api import (
+    Backend,
+    Connector,
+    Infer,
+    Limits,
+    ModelSpec,
+    Priority,
+    Result,
+    Roofline,
+    Setup,
+    Strategy,
+    Stream,
+)
 from gpuinfer.config import blame
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.results import OnPart
@@ -126,7 +138,8 @@ class Session(Infer, Pulse):
     that names the plugin, or `on_stuck`, from another thread, when it blocks the event loop. `name` is the session's in
     errors and reports.
 
-    Sessions of other models (`beside`) are watched, stopped, counted and closed with this one.
+    Sessions of other models (`beside`) are watched, stopped, counted and closed with this one. `connectors`: in a worker
+    process, connections to the servers of other models that run already.
     """
 
     def __init__(
@@ -139,10 +152,11 @@ class Session(Infer, Pulse):
         on_stuck: Callable[[WorkError], None] = lambda error: None,
         name: str = "",
         within: Session | None = None,
+        connectors: Sequence[tuple[ModelSpec, Connector]] = (),
     ) -> None:
         self.roofline = roofline
         self.stopping = asyncio.Event() if within is None else within.stopping
-        self._name, self._within = name, within
+        self._name, self._within, self._connectors = name, within, connectors
         self._sessions = [self]  # and those beside it
         self.called = ""  # what the run's own model is told apart by from those beside it; "": by its path
         self._backend, self._strategy = backend, strategy
@@ -307,8 +321,9 @@ class Session(Infer, Pulse):
 
     def open_beside(self, spec: ModelSpec, name: str | None = None, share: float = 1.0) -> Session:
         """`beside`, by this name, and always a new session: the same model may be served twice."""
+        connector = next((one for model, one in self._connectors if model == spec), None)
         with blame.blaming(self._backend, "beside"):
-            backend = self._backend.beside(spec, share)
+            backend = self._backend.beside(spec, share) if connector is None else connector.open()
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
         if name is None and (model := self._backend.setup.model) is not None:
             own, name = distinct_names(model, spec)
@@ -342,10 +357,15 @@ class Session(Infer, Pulse):
         return made
 
     async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[WorkerJob]:
-        if self._backend.remote:
-            await self.ready()
+        servers = [one for one in self._sessions if one.remote]
+        for one in servers:
+            await one.ready()
         with blame.blaming(self._backend, "connect"):
             connectors = [self._backend.connect() for _ in arguments]
+            beside = [
+                [(one.setup.model, one._backend.connect()) for one in servers if one is not self and one.setup.model]
+                for _ in arguments
+            ]
         return [
             WorkerJob(
                 index=index,
@@ -356,6 +376,7 @@ class Session(Infer, Pulse):
                 setup=self._strategy.setup,
                 options=self._strategy.options.model_dump(),
                 roofline=self.roofline,
+                beside=beside[index],
             )
             for index, given in enumerate(arguments)
         ]

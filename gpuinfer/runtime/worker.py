@@ -99,7 +99,13 @@ async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
         os._exit(1)
 
     session = Session(
-        job.connector.open(), strategy, roofline=job.roofline, on_fault=end, on_stuck=die, name=f"worker {job.index}"
+        job.connector.open(),
+        strategy,
+        roofline=job.roofline,
+        on_fault=end,
+        on_stuck=die,
+        name=f"worker {job.index}",
+        connectors=job.beside,
     )
     try:
         async with session:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-from gpuinfer.api import Connector, Roofline, Setup, Strategy
+from gpuinfer.api import Connector, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
 from gpuinfer.host import children, shared_memory
 from gpuinfer.host.child import (
@@ -53,6 +53,7 @@ class WorkerJob:
     setup: Setup
     options: Mapping[str, Any]  # the strategy's
     roofline: Roofline | None
+    beside: Sequence[tuple[ModelSpec, Connector]] = ()  # other models of the run whose servers are elsewhere
 
 
 def _enter(end: socket.socket, heartbeat: shared_memory.Descriptor, job: WorkerJob) -> None:

@@ -164,10 +164,11 @@ def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(pla
     monkeypatch.setattr(loop_runner.run_loop, "__defaults__", (program,))
     with Tracking([f"tensorboard={tmp_path / 'runs'}"], "loop", {}) as tracking:
         assert loop._follow(plan, verbose=False, quiet=False, tracking=tracking) == "done"
-    first, second, *_, last = capsys.readouterr().err.splitlines()
+    first, second, *_, last, projection = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"iteration 1 of 3 · games in \d+ s: 30", first)  # how long training takes is not known
     assert re.fullmatch(r"iteration 1 of 3 · training in .*: loss 2\.50 · (\d+ s|about \d+ min) left.*", second)
     assert re.fullmatch(r"iteration 3 of 3 · match in .* over the first generation", last)
+    assert re.fullmatch(r"  an iteration: self-play .* · 3 iterations: \d+ s, of which .* \d+ %", projection)
     with contextlib.suppress(KeyboardInterrupt), loop._Line(replaced=True) as line:  # as on a terminal
         line.say("games …", end="")
         line.say("games in 3 s: 12", end="\n")

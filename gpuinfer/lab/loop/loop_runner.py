@@ -115,10 +115,14 @@ class LoopPlan:
         other.
         """
         for iteration in range(1, self.iterations + 1):
-            every = self.evaluate_every
-            evaluated = iteration == self.iterations or bool(every and iteration % every == 0)
-            left_out = {"gate": self.gate is None, "match": not evaluated}
-            yield from (self.step(kind, iteration) for kind in KINDS if not left_out.get(kind))
+            yield from (self.step(kind, iteration) for kind in self.kinds(iteration))
+
+    def kinds(self, iteration: int) -> list[Kind]:
+        """Of the steps of an iteration, in order."""
+        every = self.evaluate_every
+        evaluated = iteration == self.iterations or bool(every and iteration % every == 0)
+        left_out = {"gate": self.gate is None, "match": not evaluated}
+        return [kind for kind in KINDS if not left_out.get(kind)]
 
     def step(self, kind: Kind, iteration: int) -> LoopStep:
         """One command. Training goes on from the network that was trained last, whether it has won or not, as AlphaGo
@@ -166,35 +170,6 @@ class LoopPlan:
 STOP_S = 60.0  # for a command to keep what is finished, once it is asked to stop
 USAGE, PARTIAL = 2, 3  # exit codes
 MARGIN = "gpuinfer: "
-
-
-class Remaining:
-    """How long the rest of a loop takes, by how long the last step of each kind took."""
-
-    def __init__(self, plan: LoopPlan) -> None:
-        self._plan = plan
-        self._kinds: dict[Path, Kind] = {}  # of steps that are not done, by their reports
-        self._took: dict[Kind, float] = {}
-        for step in plan.steps():
-            if (report := done_report(step.report)) is None:
-                self._kinds[step.report] = step.kind
-            else:
-                self._took[step.kind] = step_seconds(report)
-
-    def ended(self, step: LoopStep, seconds: float) -> None:
-        """A step was done in so many seconds."""
-        self._kinds.pop(step.report, None)
-        self._took[step.kind] = seconds
-
-    def seconds(self) -> float | None:
-        """Of all steps that have not ended; None before one of each kind has."""
-        took = dict(self._took)
-        if "games" in took:  # games of a match are about as long as those of self-play
-            a_game = took["games"] / self._plan.games
-            took = {"match": a_game * self._plan.evaluation_games, "gate": a_game * self._plan.gate_games, **took}
-        if any(kind not in took for kind in self._kinds.values()):
-            return None
-        return sum(took[kind] for kind in self._kinds.values())
 
 
 def step_seconds(report: Report) -> float:

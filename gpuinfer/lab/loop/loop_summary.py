@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, done_report, step_seconds
+from gpuinfer.lab.loop.loop_times import LoopTimes, times_table
 from gpuinfer.lab.presenter import Page, Plot, Table, write_file
 from gpuinfer.report import plotting
 from gpuinfer.report.game_statistics import in_elo, in_score, signed
@@ -44,6 +45,7 @@ def loop_document(plan: LoopPlan, settings: Mapping[str, Any], command: str, sta
         "weights": str(plan.weights(plan.playing(plan.iterations))) if status == "done" else None,
         "iterations": iterations,
         "strength": next((one["strength"] for one in reversed(iterations) if one["strength"]), None),
+        "time": LoopTimes(plan).document(),
     }
 
 
@@ -196,6 +198,7 @@ def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow
         document["command"],
         Table(columns, rows),
         notes=[("verdict", loop_verdict(document)), ("command", document["command"])],
+        more=[] if document["time"] is None else [times_table(document["time"])],
         plots={"loop": Plot(title, lambda: loop_figure(document, curves))},
     )
 

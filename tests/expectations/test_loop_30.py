@@ -1,0 +1,120 @@
+"""What users of a loop on many machines expect: matches and training with any backend, the time that a loop will take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpuinfer.api import Setup
+from gpuinfer.backends.central import Central
+from gpuinfer.backends.fleet import FleetBackend
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.lab.loop import loop_summary
+from gpuinfer.lab.loop.loop_runner import LoopPlan, run_loop
+from gpuinfer.lab.loop.loop_times import LoopTimes, times_line
+from gpuinfer.models.load import write_weights
+from gpuinfer.models.positions import positions_of
+from gpuinfer.runtime.run import execute
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
+
+pytestmark = pytest.mark.usefixtures("children_forked")
+
+WAIT_S = 120
+COMMAND = str(Path(__file__).parent.parent / "loop" / "loop_command.py")
+
+
+def played(folder, kind, weights, games=4, **options):
+    """A match of two networks of one name, each with its own weights, by worker processes: its report."""
+    play = SelfPlayWorkload(
+        Setup(seed=3),
+        game="connect-four",
+        model="blobnet-small",
+        weights=weights[0],
+        opponent_model="blobnet-small",
+        opponent_weights=weights[1],
+        games=games,
+        simulations=4,
+        workers=2,
+        out=folder,
+        deterministic=True,
+    )
+    setup = Setup(model=play.model(), processes=play.processes, deterministic=True)
+    done = execute(play, kind(setup, **options), Dynamic(setup), roofline=False)
+    return asyncio.run(asyncio.wait_for(done, WAIT_S))
+
+
+@pytest.fixture
+def two_weights(tmp_path):
+    model = SelfPlayWorkload(game="connect-four", model="blobnet-small").model()
+    files = [tmp_path / "one.safetensors", tmp_path / "other.safetensors"]
+    for seed, file in enumerate(files):
+        write_weights(model, seed, file)
+    return files
+
+
+@pytest.mark.parametrize(
+    "kind", [Central, pytest.param(FleetBackend, marks=pytest.mark.thorough)], ids=["central", "fleet"]
+)
+def test_two_networks_play_on_servers_the_games_that_they_play_in_process(tmp_path, two_weights, kind):
+    report = played(tmp_path / "served", kind, two_weights)
+    assert (report["status"], report["strength"]["games"]) == ("done", 4)
+    names = {"blobnet-small (one.safetensors)", "blobnet-small (other.safetensors)"}
+    assert {line["name"] for line in report["models"] if line["rows"]} == names, "a line for each, and both were asked"
+    right = played(tmp_path / "right", InProcess, two_weights)
+    found, expected = (positions_of([tmp_path / name]) for name in ("served", "right"))
+    for name in ("observation", "policy", "value"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name))
+    assert report["strength"] == right["strength"]
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return LoopPlan(
+        folder=tmp_path / "loop",
+        model="blobnet-small",
+        iterations=500,
+        games=30,
+        temperature_moves=16,
+        window=2,
+        training_steps=20,
+        batch_size=32,
+        learning_rate=1e-3,
+        evaluation_games=60,
+        evaluate_every=50,
+        seed=7,
+    )
+
+
+def test_a_loop_projects_its_time_from_the_first_iteration_on(plan):
+    times = LoopTimes(plan)
+    steps = plan.steps()
+    assert times.document() is None, "nothing is known yet"
+    times.ended(next(steps), 520.0)
+    assert times.document() is None, "how long training takes is not known"
+    times.ended(next(steps), 100.0)
+    found = times.document()
+    assert found["projection"] == "500 iterations: 3.7 days, of which self-play 81 %"
+    assert found["kinds"]["match"]["seconds"] == 10 * 2 * 520.0, "ten matches of twice the games, each as long"
+    assert sum(one["share"] for one in found["kinds"].values()) == pytest.approx(1)
+    assert found["done_s"] == 620.0
+    assert found["seconds"] == pytest.approx(sum(one["seconds"] for one in found["kinds"].values()))
+    assert times_line(found) == "self-play 8 min 40 s (81 %), training 1 min 40 s (16 %), match 21 s (3 %)"
+
+
+def test_a_loop_that_goes_on_knows_how_long_it_took_before_it_was_stopped(plan, tmp_path):
+    program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
+    steps = list(plan.steps())[:4]
+    run_loop(steps, False, lambda step: None, lambda step, report, seconds: None, program)
+    document = loop_summary.loop_document(plan, {}, "gpuinfer loop --out loop", "partial")
+    time = document["time"]
+    assert (time["iterations"], time["done_s"], time["kinds"]["games"]["step_s"]) == (500, 12.0, 3.0)
+    page = loop_summary.loop_page(document, {})
+    assert time["projection"] in page.markdown()
+    assert [row[0] for row in page.more[0].rows] == ["self-play", "training", "match", "all"]
+    assert json.loads(json.dumps(document)) == document
