@@ -138,8 +138,8 @@ class Session(Infer, Pulse):
     that names the plugin, or `on_stuck`, from another thread, when it blocks the event loop. `name` is the session's in
     errors and reports.
 
-    Sessions of other models (`beside`) are watched, stopped, counted and closed with this one. `connectors`: in a worker
-    process, connections to the servers of other models that run already.
+    Sessions of other models (`beside`) are watched, stopped, counted and closed with this one. `connectors`: in a
+    worker process, those to the servers of other models.
     """
 
     def __init__(

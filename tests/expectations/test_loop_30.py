@@ -1,4 +1,4 @@
-"""What users of a loop on many machines expect: matches and training with any backend, the time that a loop will take."""
+"""What users of a loop on many machines expect: matches and training with any backend, and how long it will take."""
 
 from __future__ import annotations
 

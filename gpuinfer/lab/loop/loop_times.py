@@ -16,7 +16,7 @@ LABELS: Mapping[Kind, str] = {"games": "self-play", "training": "training", "gat
 
 
 class LoopTimes:
-    """Seconds of the steps of a plan: those that are done as they were, the others as long as the latest of their kind."""
+    """Seconds of a plan's steps: of those that are done as they were, of the others as the latest of their kind took."""
 
     def __init__(self, plan: LoopPlan) -> None:
         self._plan = plan
