@@ -410,8 +410,8 @@ class Backend(Plugin, ABC):
         if self.remote:
             raise UsageError(
                 f"the backend '{type(self).__name__.lower()}' is a way to a server with one model, and "
-                f"'{spec.name}' would be another beside it. Have the workload open it before its worker processes start, "
-                "or choose a backend that loads models itself: --backend inprocess."
+                f"'{spec.name}' would be another beside it. Let the workload open it before its workers start, or "
+                "choose a backend that loads models itself: --backend inprocess."
             )
         setup = replace(self.setup, model=spec, share=share)
         return type(self)(setup, **self.options.model_dump(exclude_unset=True))

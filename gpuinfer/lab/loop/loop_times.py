@@ -16,7 +16,7 @@ LABELS: Mapping[Kind, str] = {"games": "self-play", "training": "training", "gat
 
 
 class LoopTimes:
-    """Seconds of a plan's steps: of those that are done as they were, of the others as the latest of their kind took."""
+    """Seconds of a plan's steps; one that is not done is expected to take as long as the latest of its kind."""
 
     def __init__(self, plan: LoopPlan) -> None:
         self._plan = plan
