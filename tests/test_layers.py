@@ -88,6 +88,7 @@ FACADES: dict[str, set[str]] = {
         "loop.loop_figures",
         "loop.loop_runner",
         "loop.loop_summary",
+        "loop.loop_times",
         "memory.memory_options",
         "memory.memory_probe",
         "network_options",
