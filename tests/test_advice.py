@@ -31,7 +31,7 @@ OTHERS = {
     "--logdir",
     "--runner",
 }  # flags of programs that are not ours
-OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/installer.py")  # write commands of SLURM's, pip's and uv's
+OTHER_PROGRAMS = ("launchers/slurm", "config/packages/installer.py")  # write commands of SLURM's, pip's and uv's
 WHERE_INSTALLED = {
     ("vllm", "text/checkpoint/config_keys.py"),
     ("vllm", "serving/openai/model_options.py"),

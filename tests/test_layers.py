@@ -45,8 +45,6 @@ FACADES: dict[str, set[str]] = {
     },
     "fleet": {
         "haproxy",
-        "launchers.base",
-        "launchers.local",
         "owned_fleet",
         "plan",
         "replica_client",
@@ -74,6 +72,7 @@ FACADES: dict[str, set[str]] = {
         "terminal",
     },
     "http": {"access", "client", "http_exchange", "network", "parser", "route_table", "server"},
+    "launchers": {"base", "local"},
     "lab": {
         "bench.ablation",
         "bench.advice_trial",

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from gpuinfer.config import settings
-from gpuinfer.fleet.launchers.slurm import SlurmLauncher
 from gpuinfer.host import installation
+from gpuinfer.launchers.slurm import SlurmLauncher
 
 OLD_S = installation.KEPT_S + 60
 

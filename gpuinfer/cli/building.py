@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,13 @@ def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str
     strategy = settings.table_name("strategies", common.strategy)
     pairs = flags.option_pairs(values.get("backend_options") or [], "-B", backend)
     return pairs | flags.option_pairs(values.get("strategy_options") or [], "-S", strategy)
+
+
+def launcher_options(merged: settings.Settings, name: str, words: Sequence[str]) -> dict[str, GivenValue]:
+    """What settings and `-L key=value` words give the launcher of this name, by option. Raises `UsageError`."""
+    table = settings.table_name("launchers", name)
+    pairs = flags.option_pairs(list(words), "-L", table)
+    return merged.table(table) | {key.removeprefix(f"{table}."): one for key, one in pairs.items()}
 
 
 def build(name: str, merged: settings.Settings) -> RunPlan:

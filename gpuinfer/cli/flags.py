@@ -172,9 +172,10 @@ def _metavar(field: FieldInfo, allowed: list[str]) -> str:
     return "|".join([*allowed, *other]) or "TEXT"
 
 
-def words(name: str, short: str, metavar: str, text: str) -> inspect.Parameter:
-    """A flag of one command that may be given several times."""
-    return _parameter(name, list[str] | None, [short], text, metavar=metavar)
+def words(name: str, short: str, metavar: str, text: str, kind: str | None = None) -> inspect.Parameter:
+    """A flag of one command that may be given several times. `kind`: of the plugins whose options it takes."""
+    complete = None if kind is None else _keys(kind)
+    return _parameter(name, list[str] | None, [short], text, metavar=metavar, autocompletion=complete)
 
 
 def _parameter(
@@ -205,11 +206,14 @@ def _names(kind: str) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in registry.names(kind) if name.startswith(incomplete)]
 
 
+DEFAULTS = {"backends": "inprocess", "strategies": "dynamic", "launchers": "local"}
+
+
 def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
     """Completes `key=` from the options of the plugin that the line names."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
-        name = ctx.params.get(registry.KINDS[kind]) or {"backends": "inprocess", "strategies": "dynamic"}[kind]
+        name = ctx.params.get(registry.KINDS[kind]) or DEFAULTS[kind]
         try:
             keys = options.fields_of(registry.load(kind, name).Options)
         except UsageError:
@@ -219,7 +223,13 @@ def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
     return complete
 
 
-SHORTS = {"backend_options": "-B", "strategy_options": "-S", "decoder_options": "-D", "routing_options": "-R"}
+SHORTS = {
+    "backend_options": "-B",
+    "strategy_options": "-S",
+    "decoder_options": "-D",
+    "routing_options": "-R",
+    "launcher_options": "-L",
+}
 SHOWN_ONLY = (
     "json",
     "trace",

@@ -68,6 +68,7 @@ PREFIXES = {
     "strategies": "-S {}=",
     "decoders": "-D {}=",
     "routing": "-R {}=",
+    "launchers": "-L {}=",
 }  # of options; else a flag each
 
 app = typer.Typer(
@@ -120,7 +121,8 @@ def _row(record: registry.PluginRecord) -> tuple[str, str, str]:
 @app.command("show")
 def show_one(
     kind: str = typer.Argument(
-        help="backend, strategy, workload, game, environment, decoder or policy", autocompletion=kinds_that_begin
+        help="backend, strategy, workload, game, environment, decoder, policy or launcher",
+        autocompletion=kinds_that_begin,
     ),
     name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
 ) -> None:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpuinfer.serve")
 
-NAME, LAUNCHER, ROUTING = "serve", "launcher", "routing"
+NAME, ROUTING = "serve", "routing"
+LAUNCHER = "local"  # by default
 COMMON = (
     *("backend", "strategy", "backend_options", "strategy_options", "device", "dtype", "seed", "trace"),
     *("patience", "give_up", "max_queue_rows", "quiet", "verbose", "config"),
@@ -52,13 +53,14 @@ LAUNCHER_TEXT = "Option of the launcher, such as account=… of slurm; repeatabl
 
 def execute(values: Mapping[str, Any]) -> int:
     """Serve until a signal comes. The exit code: 3 when requests were broken off."""
-    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.building import launcher_options, merge
     from gpuinfer.cli.workload import log_to_people
     from gpuinfer.config import registry
     from gpuinfer.config.options import check
     from gpuinfer.http.http_exchange import JsonLogFormatter
 
-    pairs = flags.option_pairs(values.get("launcher_options") or [], "-L", LAUNCHER)
+    launcher_words = values.get("launcher_options") or []
+    flags.option_pairs(launcher_words, "-L", "")  # a word that is no pair is refused, with or without a fleet
     policy_pairs = flags.option_pairs(values.get("routing_options") or [], "-R", ROUTING)
     merged = merge(NAME, {key: value for key, value in values.items() if key not in _more})
     own = ServeFleetOptions(**check(ServeFleetOptions, merged.table(NAME), NAME))
@@ -70,7 +72,7 @@ def execute(values: Mapping[str, Any]) -> int:
     output.refuse_shared(written, [*output.named_places(own.model_copy(update={"ready_file": None})), *config])
     _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
-    if own.launcher in (None, "local"):  # elsewhere other files may be there
+    if own.launcher in (None, LAUNCHER):  # elsewhere other files may be there
         finds = registry.load("backends", described.backend).finds_models
         for name, model in described.models:
             with described.naming(name):
@@ -81,10 +83,10 @@ def execute(values: Mapping[str, Any]) -> int:
     if (problem := missing_extra("serve", "the event loop for many small requests")) is not None:
         log.info("%s", problem)
     place = place_of(own)
-    launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
     routing_options = {key.removeprefix(f"{ROUTING}."): one for key, one in policy_pairs.items()}
-    if serve_flags_wanted(own, launcher_options, routing_options):
-        return _fleet(own, described, place, launcher_options, routing_options, merged.common)
+    if serve_flags_wanted(own, launcher_words, routing_options):
+        options = launcher_options(merged, own.launcher or LAUNCHER, launcher_words)
+        return _fleet(own, described, place, options, routing_options, merged.common)
     from gpuinfer.http import network
     from gpuinfer.serving.replica import ReplicaServer
     from gpuinfer.serving.telemetry.telemetry import open_telemetry
@@ -117,10 +119,10 @@ def _fleet(
     common: Common,
 ) -> int:
     """The same with several replicas, none of them in this process."""
-    from gpuinfer.fleet.launchers import base
+    from gpuinfer.launchers import base
     from gpuinfer.serving.telemetry.telemetry import open_telemetry
 
-    launcher = base.make_launcher(own.launcher or "local", options)
+    launcher = base.make_launcher(own.launcher or LAUNCHER, options)
     telemetry = open_telemetry(own.otlp_endpoint, {"gen_ai.request.model": described.name})
     plan = plan_of(own, described, launcher, place.access(), routing_options, verbose=bool(common.verbose))
 
@@ -243,7 +245,7 @@ def _welcome(described: ServerSetup, own: ServeFleetOptions, host: str, port: in
 
 
 _more = {
-    "launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT),
+    "launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT, kind="launchers"),
     "routing_options": flags.words("routing_options", "-R", "KEY=VALUE", ROUTING_TEXT),
 }
 app = flags.command(NAME, {**flags.of(ServeFleetOptions, NAME), **_more}, COMMON, TEXT, execute)

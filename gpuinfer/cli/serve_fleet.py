@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,10 +21,10 @@ from gpuinfer.serving.serve_options import ServeOptions
 if TYPE_CHECKING:
     from gpuinfer.config.options import GivenValue
     from gpuinfer.config.setup_file import ServerSetup
-    from gpuinfer.fleet.launchers.base import Launcher
     from gpuinfer.fleet.plan import FleetPlan, GpuSelection
     from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.http.access import Access
+    from gpuinfer.launchers.base import Launcher
     from gpuinfer.serving.telemetry.telemetry import Telemetry
 
 DONE, PARTIAL = 0, 3  # exit codes
@@ -40,7 +40,11 @@ class ServeFleetOptions(ServeOptions):
     gpus: str | None = Field(
         None, description="one replica on each of so many devices, 4, of all, or of these: 0,2,4,6"
     )
-    launcher: str | None = Field(None, description="where replicas run: local, slurm or ray [local]")
+    launcher: str | None = Field(
+        None,
+        description="where replicas run: local, slurm, ray, or a plugin's [local]",
+        json_schema_extra={"kind": "launchers"},
+    )
     routing: str = Field(
         "least-loaded",
         description="who gets a request: least-loaded, round-robin, power-of-two, sticky, or a plugin's",
@@ -85,7 +89,7 @@ OF_A_FLEET = tuple(name for name in ServeFleetOptions.model_fields if name not i
 
 
 def serve_flags_wanted(
-    own: ServeFleetOptions, launcher_options: Mapping[str, Any], routing_options: Mapping[str, Any]
+    own: ServeFleetOptions, launcher_options: Sequence[str], routing_options: Mapping[str, Any]
 ) -> bool:
     """Whether the flags ask for a fleet. Raises `UsageError` for those of a fleet's that would do nothing."""
     if any(getattr(own, name) is not None for name in MAKE_A_FLEET):

@@ -94,6 +94,7 @@ KINDS = {
     "environments": "environment",
     "decoders": "decoder",
     "routing": "policy",
+    "launchers": "launcher",
 }
 """Each kind of plugin and the word for one of it. `gpuinfer.<kind>` is its entry-point group."""
 
@@ -103,6 +104,7 @@ BASES = {
     "workloads": "gpuinfer.api:Workload",
     "decoders": "gpuinfer.text.diffusion.unmasking_decoder:UnmaskingDecoder",
     "routing": "gpuinfer.api:RoutingPolicy",
+    "launchers": "gpuinfer.launchers.base:Launcher",
 }
 """What plugins of a kind derive from. By name: some stand above us, and pydantic is slow for who only lists."""
 
@@ -127,7 +129,7 @@ COMMANDS = (
 SETTINGS = (
     "backend", "fallback", "strategy", "device", "dtype", "seed", "json", "trace", "profile", "profile_seconds",
     "track", "live", "quiet", "verbose", "roofline", "trial", "patience", "give_up", "max_failures", "max_queue_rows",
-    "disabled_plugins", "backends", "strategies",
+    "disabled_plugins", "backends", "strategies", "launchers",
 )  # fmt: skip
 """Names that a workload cannot have: it would be a command, a table of the settings and a prefix of variables."""
 

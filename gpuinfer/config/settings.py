@@ -35,7 +35,7 @@ RESERVED = {
     "GPUINFER_PLUGINS",
     installation.ONE_FILE_VARIABLE,
 }  # say where something is, and are no settings
-TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
+TABLES = ("backends", "strategies", "launchers")  # tables of tables; a workload's table stands at the top
 COMMANDS = ("fleet", "models", "serve")  # of ours, with a table of the same kind as a workload's
 
 Place = Callable[[tuple[str, ...]], str]  # where a path stands, for people

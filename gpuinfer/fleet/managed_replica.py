@@ -17,11 +17,11 @@ from typing import Any
 from msgspec import structs
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
 from gpuinfer.fleet.plan import HealthChecks
 from gpuinfer.fleet.router.protocol import FleetMember
 from gpuinfer.fleet.worker import ProbedHealth, Worker
 from gpuinfer.host import error_text
+from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
 FIRST_S = 0.5
 MOST_S = 30.0  # of one that does not come up
@@ -68,7 +68,7 @@ class ManagedReplica(Worker):
 
     def __init__(
         self,
-        plan: ReplicaPlan,
+        plan: ProcessPlan,
         key: str,
         launcher: Launcher,
         starting: asyncio.Semaphore,
@@ -87,7 +87,7 @@ class ManagedReplica(Worker):
         self.first: asyncio.Future[WorkError | None] = asyncio.get_running_loop().create_future()
         self._launcher, self._starting, self._start_s = launcher, starting, start_s
         self._backoff = Backoff()
-        self._launching: asyncio.Task[LaunchedReplica] | None = None
+        self._launching: asyncio.Task[LaunchedProcess] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -95,7 +95,7 @@ class ManagedReplica(Worker):
         return getattr(self._launched, "pid", None)
 
     @property
-    def _launched(self) -> LaunchedReplica | None:
+    def _launched(self) -> LaunchedProcess | None:
         """What the latest attempt has started, if anything."""
         task = self._launching
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
@@ -185,7 +185,7 @@ class ManagedReplica(Worker):
         self._caught_up = attempt
         self.nudge()
 
-    async def _started(self, plan: ReplicaPlan) -> tuple[LaunchedReplica, tuple[str, int]]:
+    async def _started(self, plan: ProcessPlan) -> tuple[LaunchedProcess, tuple[str, int]]:
         """Launch, and wait until it serves. Raises `WorkError` if it fails, is suspended or takes too long."""
         self._launching = asyncio.create_task(self._launcher.launch(plan))
         launched = await asyncio.shield(self._launching)
@@ -201,7 +201,7 @@ class ManagedReplica(Worker):
         finally:
             ready.cancel()
 
-    async def _gone(self, plan: ReplicaPlan, why: str, *, told: bool = True, hopeless: bool = False) -> None:
+    async def _gone(self, plan: ProcessPlan, why: str, *, told: bool = True, hopeless: bool = False) -> None:
         """The replica is gone. `hopeless`: it has failed to start several times, so that no request waits for it."""
         self.failure = why
         if told:

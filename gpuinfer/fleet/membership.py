@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.folder import FleetFolder
-from gpuinfer.fleet.launchers.base import Launcher, ReplicaPlan
 from gpuinfer.fleet.managed_replica import ManagedReplica
 from gpuinfer.fleet.plan import MOST_REPLICAS, FleetPlan, HealthChecks
 from gpuinfer.fleet.router.protocol import Roster
 from gpuinfer.fleet.weight_updates import WeightUpdates
 from gpuinfer.fleet.worker import ProbedHealth, Worker
+from gpuinfer.launchers.base import Launcher, ProcessPlan
 
 HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 
@@ -132,13 +132,13 @@ class Membership:
         if not self._plan.open_workers:
             keys = ("--api-key-file", str(folder.key_file), *keys)
         files = ("--setup-file", str(self._setup_file), *keys)
-        place = ("--host", self._launcher.bind, "--port", str(port), "--behind-router")
-        plan = ReplicaPlan(
-            index=next(self._ids),
+        place = ("--port", str(port), "--behind-router")
+        index = next(self._ids)
+        plan = ProcessPlan(
+            name=f"replica-{index}",
+            index=index,
             port=port,
-            setup_file=self._setup_file,
-            key_file=folder.key_file,
-            admin_key_file=folder.admin_key_file,
+            files=(self._setup_file, folder.key_file, folder.admin_key_file),
             folder=folder.path,
             # the one that the fewest replicas have
             devices=min(devices, key=lambda one: taken.count(one) / devices.count(one)) if devices else None,

@@ -56,10 +56,10 @@ class OwnedFleet:
 
     async def start(self) -> str:
         """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
-        from gpuinfer.fleet.launchers import base
         from gpuinfer.fleet.plan import FleetPlan, devices_for, gpus_here, gpus_of
         from gpuinfer.fleet.routing_policies import check_policy_options
         from gpuinfer.fleet.supervisor import Fleet
+        from gpuinfer.launchers import base
 
         wanted = self._wanted
         check_policy_options(wanted.routing, {})

@@ -21,7 +21,7 @@ from gpuinfer.host import machine
 from gpuinfer.http.access import Access
 
 if TYPE_CHECKING:
-    from gpuinfer.fleet.launchers.base import Launcher
+    from gpuinfer.launchers.base import Launcher
 
 LOOK_S = 1.0  # between two looks
 UP_LOOKS = 3  # in a row over target, before more are started
@@ -191,6 +191,12 @@ class FleetPlan:
             raise UsageError(
                 f"--replicas {self.replicas} is not within {limits.least} to {limits.most}. "
                 "Change it, --min-replicas or --max-replicas."
+            )
+        room = None if launcher is None else launcher.capacity
+        if launcher is not None and room is not None and limits.most > room:
+            raise UsageError(
+                f"--launcher {launcher.name} has room for {room} processes, and {limits.most} replicas are more. Give "
+                "fewer, or more room with -L."
             )
         if self.devices_named and limits.most > len(self.devices):
             raise UsageError(

@@ -22,7 +22,6 @@ from gpuinfer.errors import BackendDied, UsageError, WorkError
 from gpuinfer.fleet.control import ControlServer
 from gpuinfer.fleet.fleet_counters import EVERY_S, FRESH_S, ReplicaCounters
 from gpuinfer.fleet.folder import FleetFolder
-from gpuinfer.fleet.launchers.base import Launcher
 from gpuinfer.fleet.membership import Membership, NoRoom
 from gpuinfer.fleet.plan import LOOK_S, FleetPlan, Scaler, ScalingDecision, refuse_absent_gpus, refuse_taken_ports
 from gpuinfer.fleet.router.processes import MemberCounters, Routers
@@ -34,6 +33,7 @@ from gpuinfer.host import machine, otlp
 from gpuinfer.http.access import ReloadableFile, reload_changed_files
 from gpuinfer.http.client import HttpClient, HttpResponse
 from gpuinfer.http.parser import fitting_connections, limit_notice
+from gpuinfer.launchers.base import Launcher
 from gpuinfer.serving.health import counter_stats
 from gpuinfer.serving.monitoring.metrics import (
     Family,

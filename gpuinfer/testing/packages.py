@@ -58,8 +58,8 @@ def of_path(path: str) -> registry.PluginRecord:
         if isinstance(found, type) and issubclass(found, base):
             return registry.PluginRecord(kind, path, "", "", path)
     raise UsageError(
-        f"plugin '{path}' is no class of a game, backend, strategy, workload, decoder or policy. Name one that "
-        "derives from its base class."
+        f"plugin '{path}' is no class of a game, backend, strategy, workload, decoder, policy or launcher. Name one "
+        "that derives from its base class."
     )
 
 

@@ -31,14 +31,14 @@ from gpuinfer.config.options import GivenValue
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet import plan as fleet_plan
-from gpuinfer.fleet.launchers.local import LocalLauncher
-from gpuinfer.fleet.launchers.ray import RayLauncher
-from gpuinfer.fleet.launchers.slurm import SlurmLauncher
 from gpuinfer.fleet.plan import FleetPlan, HealthChecks, gpus_of
 from gpuinfer.fleet.supervisor import Fleet
 from gpuinfer.host import machine
 from gpuinfer.http.access import Access
 from gpuinfer.http.client import HttpClient
+from gpuinfer.launchers.local import LocalLauncher
+from gpuinfer.launchers.ray import RayLauncher
+from gpuinfer.launchers.slurm import SlurmLauncher
 
 ASKED = {"prompt": "abc", "seed": 3}
 SAID = text("abc", 3, 12)

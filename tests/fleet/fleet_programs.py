@@ -21,13 +21,13 @@ from typing import Any
 import psutil
 
 from gpuinfer.cli import serve_fleet
-from gpuinfer.fleet.launchers.local import LocalLauncher
 from gpuinfer.fleet.plan import FleetPlan, HealthChecks, Scaling
 from gpuinfer.fleet.supervisor import Fleet
 from gpuinfer.host import signals
 from gpuinfer.host.files import write_whole
 from gpuinfer.http.access import Access, Keys
 from gpuinfer.http.client import HttpClient, HttpResponse
+from gpuinfer.launchers.local import LocalLauncher
 from gpuinfer.serving.telemetry.telemetry import open_telemetry
 
 HERE = Path(__file__).parent

@@ -14,10 +14,10 @@ from plans import COMMAND, SECONDS, plan
 
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers import base, slurm
-from gpuinfer.fleet.launchers.local import LocalLauncher
-from gpuinfer.fleet.launchers.ray import RayActor
-from gpuinfer.fleet.launchers.slurm import SlurmLauncher
+from gpuinfer.launchers import base, slurm
+from gpuinfer.launchers.local import LocalLauncher
+from gpuinfer.launchers.ray import RayActor
+from gpuinfer.launchers.slurm import SlurmLauncher
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 
@@ -76,7 +76,7 @@ def test_the_script_takes_every_word_for_itself(tmp_path):
     folder.mkdir()
     words = ["--model", "a b; touch harm", "$(touch harm)", "`touch harm`", "'", '"', "\\", "*"]
     srun = ["--container-image=/images/my image$(touch harm).sqsh"]
-    made = slurm.write_batch_script(plan(folder, *words), folder / "fleet.pulse", ["python", "-m", "gpuinfer"], srun)
+    made = slurm.write_batch_script(plan(folder, *words), folder / "launcher.pulse", ["python", "-m", "gpuinfer"], srun)
     subprocess.run(["bash", "-n", made], check=True)
     (line,) = [line for line in made.read_text().splitlines() if line.startswith("srun ")]
     told = shlex.split(line.removesuffix(' --host "$address"'))
@@ -115,9 +115,10 @@ def polled(actor: RayActor, condition) -> dict:
 
 def started(actor: RayActor, folder, *words: str) -> int:
     made = plan(folder, *words)
-    files = {str(made.setup_file): b"{}", str(made.key_file): b"secret\n"}
-    arguments = ("--setup-file", str(made.setup_file), *made.arguments)
-    return actor.start(COMMAND, arguments, files, str(made.ready_file), 1, "127.0.0.1")
+    setup, key = str(folder / "setup.json"), str(folder / "key")
+    arguments = ("--setup-file", setup, *made.arguments)
+    files = {setup: b"{}", key: b"secret\n"}
+    return actor.start(COMMAND, arguments, files, str(made.ready_file), 1, host="127.0.0.1")
 
 
 def test_an_actor_brings_its_replicas_files_runs_it_and_tells_of_it(actor, tmp_path):

@@ -32,9 +32,9 @@ sys.path.insert(0, SHAMS)
 from plans import COMMAND, SECONDS, plan  # noqa: E402
 
 from gpuinfer.errors import WorkError  # noqa: E402
-from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher  # noqa: E402
-from gpuinfer.fleet.launchers.ray import RayLauncher  # noqa: E402
-from gpuinfer.fleet.launchers.slurm import SlurmLauncher  # noqa: E402
+from gpuinfer.launchers.base import LaunchedProcess, Launcher  # noqa: E402
+from gpuinfer.launchers.ray import RayLauncher  # noqa: E402
+from gpuinfer.launchers.slurm import SlurmLauncher  # noqa: E402
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # Ray's own
 LONG_S = 3 * SECONDS  # Ray takes its time where others compute
@@ -49,7 +49,7 @@ class Place:
     flags: tuple[str, ...]
     make: Callable[..., Launcher]
     left: Callable[[], list[Any]]  # what runs or waits there
-    lose: Callable[[LaunchedReplica], object]
+    lose: Callable[[LaunchedProcess], object]
     failed: str  # how one that ended first is told
     never: dict[str, Any]  # options of one that waits for a place
     waits: tuple[str, str]  # and what is said of it: as an error, and in the log
@@ -77,7 +77,7 @@ SLURM = Place(
     failed=r"replica-0 \(job \d+, FAILED\) ended before it served",
     never={"partition": "closed", "pending": 2},
     waits=("waited 2 s in the queue", "waits in the queue of SLURM"),
-    program="from gpuinfer.fleet.launchers import slurm\n"
+    program="from gpuinfer.launchers import slurm\n"
     "slurm.PULSE_LOOK_S, slurm.LOOKS = 1, 3\n"
     "make = slurm.SlurmLauncher\n",
 )
@@ -89,7 +89,7 @@ RAY = Place(
     failed="ended with code 1 before it served",
     never={"cpus": 4000, "pending": 6},
     waits=("waited 6 s for its place", "waits for its place: Ray has free"),
-    program="from gpuinfer.fleet.launchers.ray import RayLauncher as make\n",
+    program="from gpuinfer.launchers.ray import RayLauncher as make\n",
 )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from gpuinfer.api import Progress, Setup
 from gpuinfer.errors import GpuinferError, WorkError
-from gpuinfer.fleet.launchers.local import COMMAND
 from gpuinfer.http.client import HttpClient
 from gpuinfer.lab.bench.measurement import LATENCY, Variant, reason
 from gpuinfer.lab.bench.series import Measured, SeriesOutcome, SeriesPlan
@@ -20,6 +19,7 @@ from gpuinfer.lab.serve_bench.load_generator import MOST_AT_ONCE, LoadGenerator,
 from gpuinfer.lab.serve_bench.load_summary import LoadRun, summarised
 from gpuinfer.lab.serve_bench.requests import RequestSource, TextRequests
 from gpuinfer.lab.serve_bench.target_server import TargetServer
+from gpuinfer.launchers.local import COMMAND
 from gpuinfer.report import report
 from gpuinfer.runtime.run import RunPlan
 from gpuinfer.stats import Histogram, Snapshot

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers.base import ReplicaPlan
-from gpuinfer.fleet.launchers.local import COMMAND, LocalLauncher
 from gpuinfer.http.client import HttpClient, HttpResponse
 from gpuinfer.lab.serve_bench.requests import LengthRange, RequestSource, TextRequests, WordsOfTokens, clock, decoded
+from gpuinfer.launchers.base import ProcessPlan
+from gpuinfer.launchers.local import COMMAND, LocalLauncher
 from gpuinfer.models.row_layout import RowLayout
 
 FEW, MANY = 8, 72  # words of the two prompts that tell how many tokens a word has
@@ -126,16 +126,8 @@ async def serving(
 
     Raises `WorkError`, with its last words, when it does not come up.
     """
-    plan = ReplicaPlan(
-        index=number,
-        setup_file=folder / "none",
-        key_file=folder / "none",
-        folder=folder,
-        devices=None,
-        threads=None,
-        arguments=(),
-    )
-    ready = ("--host", "127.0.0.1", "--port", "0", "--ready-file", str(plan.ready_file))
+    plan = ProcessPlan(f"replica-{number}", number, folder, ())
+    ready = ("--port", "0", "--ready-file", str(plan.ready_file))
     for left in (plan.ready_file, plan.log):  # by a run before, in the same folder
         left.unlink(missing_ok=True)
     server = await LocalLauncher(command=(*command, "serve", *words, *ready)).launch(plan)

@@ -1,8 +1,8 @@
-"""Replicas as actors of Ray: each runs one `gpuinfer serve`, on a running cluster or a fresh local one.
+"""Processes as actors of Ray: each runs one of gpuinfer, on a running cluster or a fresh local one.
 
-Ray places them by the GPUs and cores that each requires; when an actor is gone with its node, the fleet starts another.
-Nothing is read from a shared folder: the files of a replica come with the order, and its log goes back. Importing Ray
-takes a second, so it happens at the first use.
+Ray places them by the GPUs and cores that each requires; when an actor is gone with its node, the supervisor starts
+another. Nothing is read from a shared folder: the files of a process come with the order, and its log goes back.
+Importing Ray takes a second, so it happens at the first use.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers import base, local
-from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
 from gpuinfer.host import children
 from gpuinfer.host.extras import require_extra
+from gpuinfer.launchers import base, local
+from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
 READY = "ready.json"
 CHUNK = 256 << 10  # bytes of log that travel at once
 
 
 class RayActor:
-    """One replica's. All methods come back at once, but `end`, which waits for the system for a moment."""
+    """One process's. All methods come back at once, but `end`, which waits for the system for a moment."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-ray-"))  # 0700
@@ -48,28 +48,32 @@ class RayActor:
         files: Mapping[str, bytes],
         ready: str,
         threads: int | None,
+        serves: bool = True,
         host: str | None = None,
     ) -> int:
         """The process id. `files`: what lies at the paths that the arguments name, which lies elsewhere here.
 
-        `ready` is where the arguments want the ready file; `host` where it listens, by default at this node's address.
+        `ready` is where the arguments want the ready file. One that `serves` listens at `host`, by default at this
+        node's address.
         """
         places = {ready: str(self._folder / READY)}
         for number, (path, contents) in enumerate(files.items()):
             places[path] = str(self._folder / f"file-{number}")
             with os.fdopen(os.open(places[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(contents)
-        if host is None:
+        if serves and host is None:
             import ray
 
             util: Any = ray.util
             host = str(util.get_node_ip_address())  # as the other nodes know this one
-        words = [*(command or local.COMMAND), *(places.get(word, word) for word in arguments), "--host", host]
-        given = local.replica_environment(os.environ, threads)
+        words = [*(command or local.COMMAND), *(places.get(word, word) for word in arguments)]
+        if serves and host is not None:
+            words += ["--host", host]
+        given = local.process_environment(os.environ, threads)
         if threads is not None:
             given |= dict.fromkeys(children.THREAD_COUNTS, str(threads))  # Ray sets 1 there, whatever was asked for
         with (self._folder / "log").open("ab") as log:
-            self._process = local.start_replica(words, log.fileno(), given)
+            self._process = local.start_process(words, log.fileno(), given)
         return self._process.pid
 
     def poll(self, after: int) -> dict[str, Any]:
@@ -99,20 +103,20 @@ class RayActor:
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5  # between two questions how a replica is
+LOOK_S = 0.5  # between two questions how a process is
 ANSWER_S = 10.0  # for an actor to answer one
 SILENT = 6  # questions without an answer, after which an actor counts as gone: Ray itself takes half a minute
 PLACED_S = 5.0  # after which it is said that one waits for its place
 END_S = 20.0
 ADDRESS = r"^(auto|[A-Za-z0-9.\-\[\]:]+:\d+)$"
 FRESH = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-"""Of a cluster for this run alone: it tells nobody of itself, its node's address is that of loopback, and replicas are
+"""Of a cluster for this run alone: it tells nobody of itself, its node's address is that of loopback, and processes are
 no background work, which by Ray's default of 15 a busy neighbour would starve.
 """
 
 
 class RayLauncher(Launcher):
-    """Starts an actor for each replica. `command` is for tests: what a plan's arguments follow on the node."""
+    """Actors of Ray: one for each process, on a cluster that runs or on a fresh one of this machine."""
 
     class Options(BaseModel):
         model_config = ConfigDict(extra="forbid", frozen=True)
@@ -120,26 +124,30 @@ class RayLauncher(Launcher):
         address: str | None = Field(
             None, pattern=ADDRESS, description="a cluster that runs: auto or HOST:PORT; default a fresh one here"
         )
-        gpus: float | None = Field(None, ge=0, le=64, description="of one replica; default 1 where there are any")
-        cpus: float = Field(1.0, ge=0, le=4096, description="cores of one replica")
-        pending: float = Field(3600.0, gt=0, description="seconds that a replica may wait for its place")
+        gpus: float | None = Field(None, ge=0, le=64, description="of one process; default 1 where there are any")
+        cpus: float = Field(1.0, ge=0, le=4096, description="cores of one process")
+        pending: float = Field(3600.0, gt=0, description="seconds that a process may wait for its place")
 
     name = "ray"
     bind = "0.0.0.0"  # the actor names its node's own address in its place
     options: Options
 
     def __init__(self, options: BaseModel | None = None, command: Sequence[str] = ()) -> None:
+        """`command` is for tests: what a plan's arguments follow on the node."""
         super().__init__(options)
         self._command = tuple(command)
         self._ray: Any = None
         self._ours = False  # whether this launcher has connected, and lets go
         self._opening = asyncio.Lock()
-        self._launched: set[RayReplica] = set()
+        self._launched: set[RayProcess] = set()
 
     def check(self) -> None:
         require_extra("ray", "--launcher ray")
 
-    async def launch(self, plan: ReplicaPlan) -> RayReplica:
+    def reached_at(self) -> str:
+        return "127.0.0.1" if self.options.address is None else base.own_address()
+
+    async def launch(self, plan: ProcessPlan) -> RayProcess:
         if plan.devices is not None:
             raise UsageError("--gpus names devices of this machine, and Ray chooses them. Say -L gpus=1 instead.")
         async with self._opening:
@@ -150,14 +158,13 @@ class RayLauncher(Launcher):
                     for number in (signal.SIGTERM, signal.SIGINT):
                         if (handler := signal.getsignal(number)) is not None:
                             signal.signal(number, handler)
-        needed = (plan.setup_file, plan.key_file, plan.admin_key_file)
-        files = {str(path): path.read_bytes() for path in needed if path is not None}
+        files = {str(path): path.read_bytes() for path in plan.files}
         gpus = self.options.gpus
         if gpus is None:
             gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
         wanted = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 4}
         placed = self._ray.remote(RayActor).options(**wanted).remote()  # Ray finds a place for it
-        actor = RayReplica(plan, self._ray, placed, self.options.pending)
+        actor = RayProcess(plan, self._ray, placed, self.options.pending)
         actor.begin(self._command, files)
         self._launched.add(actor)
         return actor
@@ -201,10 +208,10 @@ class RayLauncher(Launcher):
         self._ray = None
 
 
-class RayReplica(LaunchedReplica):
-    """A replica in the care of an actor."""
+class RayProcess(LaunchedProcess):
+    """A process in the care of an actor."""
 
-    def __init__(self, plan: ReplicaPlan, ray: Any, handle: Any, pending_s: float) -> None:
+    def __init__(self, plan: ProcessPlan, ray: Any, handle: Any, pending_s: float) -> None:
         super().__init__(plan)
         self._ray, self._handle, self._pending_s = ray, handle, pending_s
         self._over = ""  # why it is not alive any more
@@ -214,7 +221,7 @@ class RayReplica(LaunchedReplica):
 
     def begin(self, command: Sequence[str], files: dict[str, bytes]) -> None:
         plan = self.plan
-        order = (command, plan.arguments, files, str(plan.ready_file), plan.threads)
+        order = (command, plan.arguments, files, str(plan.ready_file), plan.threads, plan.serves)
         self._task = asyncio.create_task(self._follow(self._handle.start.remote(*order)))
 
     async def _follow(self, starting: Any) -> None:

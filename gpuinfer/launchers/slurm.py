@@ -1,6 +1,6 @@
-"""Replicas as jobs of a SLURM cluster: one sbatch each, cancelled with the fleet, submitted again when an allocation
-ends. SLURM's own programs are run, each with a timeout. A job that waits in the queue does not count as a replica
-that hangs: how long it may wait is an option of its own.
+"""Processes as jobs of a SLURM cluster: one sbatch each, cancelled when this process ends. SLURM's own programs are
+run, each with a timeout. A job that waits in the queue does not count as a process that hangs: how long it may wait is
+an option of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers import base, local
-from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
 from gpuinfer.host import children, installation
+from gpuinfer.launchers import base, local
+from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
 log = logging.getLogger(__name__)
 
@@ -82,40 +82,40 @@ async def _cancel(*arguments: str) -> None:
     await _run(["scancel", "--quiet", *arguments])
 
 
-PULSE_LOOK_S = 10  # between two looks at the fleet's pulse
-LOOKS = 12  # at one that stands still, after which the fleet is gone: file systems of clusters show news late
+PULSE_LOOK_S = 10  # between two looks at the launcher's pulse
+LOOKS = 12  # at one that stands still, after which the launcher is gone: file systems of clusters show news late
 
-# The replica listens at the address by which SLURM knows the node, where the fleet reaches it.
+# A process that serves listens at the address by which SLURM knows the node, where others reach it.
 SCRIPT = """\
 #!/bin/bash
-# {name} of a gpuinfer fleet, which ends this job when it ends.
+# {name} of gpuinfer, whose launcher ends this job when it ends.
 set -u
 address=$(scontrol show node "$SLURMD_NODENAME" 2>/dev/null | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
 address=${{address:-$SLURMD_NODENAME}}
 
-leave_with_the_fleet() {{
+leave_with_the_launcher() {{
     local seen="" same=0 now
     while kill -0 $$; do
         read -rt {look_s} <> <(:)
         now=$(<{pulse})
         if [ "$now" = "$seen" ]; then same=$((same + 1)); else same=0; seen=$now; fi
         if [ "$same" -ge {looks} ]; then
-            echo "the fleet that started this job is gone, so it ends"
+            echo "what started this job is gone, so it ends"
             scancel "$SLURM_JOB_ID"
             return
         fi
     done
 }} 2>/dev/null
-leave_with_the_fleet &
+leave_with_the_launcher &
 
-srun {srun} {command} --host "$address"
+srun {srun} {command}
 code=$?
 kill %1
 exit $code
 """
 
 
-def write_batch_script(plan: ReplicaPlan, pulse: Path, command: Sequence[str], srun: Sequence[str]) -> Path:
+def write_batch_script(plan: ProcessPlan, pulse: Path, command: Sequence[str], srun: Sequence[str]) -> Path:
     """The script, in the plan's folder. `command` runs gpuinfer there; whatever is in it stands for itself."""
     script = plan.folder / f"{plan.name}.sbatch"
     script.write_text(
@@ -125,7 +125,7 @@ def write_batch_script(plan: ReplicaPlan, pulse: Path, command: Sequence[str], s
             look_s=PULSE_LOOK_S,
             looks=LOOKS,
             srun=shlex.join(srun),
-            command=shlex.join([*command, *plan.arguments]),
+            command=shlex.join([*command, *plan.arguments]) + (' --host "$address"' if plan.serves else ""),
         )
     )
     script.chmod(0o700)
@@ -133,7 +133,7 @@ def write_batch_script(plan: ReplicaPlan, pulse: Path, command: Sequence[str], s
 
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
-PULSE = "fleet.pulse"  # in the fleet's folder: as long as it changes, there is a fleet
+PULSE = "launcher.pulse"  # in the folder of all plans: as long as it changes, the launcher lives
 PULSE_S = 5.0
 LOOK_S = 2.0  # between two questions how the jobs are, all in one
 GONE_S = 15.0  # for a job to be gone, once it is killed
@@ -143,7 +143,7 @@ EVERYWHERE = ("0.0.0.0", "::", "")
 
 
 class SlurmLauncher(Launcher):
-    """Submits each replica as a job. `command` and `look_s` are for tests."""
+    """Jobs of a SLURM cluster: one for each process."""
 
     class Options(BaseModel):
         model_config = ConfigDict(extra="forbid", frozen=True)
@@ -154,9 +154,9 @@ class SlurmLauncher(Launcher):
         constraint: str | None = Field(None, pattern=WORD, description="what a node must have, such as a100")
         reservation: str | None = Field(None, pattern=WORD, description="the name of a reservation")
         time: str | None = Field(None, pattern=r"^(\d[\d:-]*|UNLIMITED)$", description="of one job, such as 04:00:00")
-        gpus: str | None = Field(None, pattern=WORD, description="of one replica: 1, a100:2")
-        cpus: int | None = Field(None, ge=1, le=4096, description="cores of one replica")
-        mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory of one replica, such as 64G")
+        gpus: str | None = Field(None, pattern=WORD, description="of one process: 1, a100:2")
+        cpus: int | None = Field(None, ge=1, le=4096, description="cores of one process")
+        mem: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory of one process, such as 64G")
         container: str | None = Field(None, pattern=PATH, description="an image for srun --container-image (pyxis)")
         mounts: str | None = Field(None, pattern=PATH, description="its mounts, FROM:TO,…")
         python: str | None = Field(None, pattern=PATH, description="the Python there; default this one, or python3")
@@ -170,11 +170,12 @@ class SlurmLauncher(Launcher):
     def __init__(
         self, options: BaseModel | None = None, command: Sequence[str] | None = None, look_s: float = LOOK_S
     ) -> None:
+        """`command` and `look_s` are for tests."""
         super().__init__(options)
         self.shared = Path(self.options.folder or "gpuinfer-fleet").expanduser().absolute()
         self._command = tuple(command) if command else self._program
         self._look_s = look_s
-        self._jobs: dict[str, SlurmReplica] = {}  # those of which it is not known how they ended
+        self._jobs: dict[str, SlurmJob] = {}  # those of which it is not known how they ended
         self._pulses: set[Path] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -204,13 +205,16 @@ class SlurmLauncher(Launcher):
         if why:
             raise UsageError(f"SLURM does not answer here: {why}\nAsk `sinfo`, or leave --launcher slurm out.")
 
+    def reached_at(self) -> str:
+        return base.own_address()
+
     @property
     def notices(self) -> Sequence[str]:
         full, short = socket.getfqdn(), socket.gethostname()
         where = f"{getpass.getuser()}@{short if full.startswith('localhost') else full}"
         return (f"from your own machine: ssh -N -L {{port}}:127.0.0.1:{{port}} {where}",)
 
-    async def launch(self, plan: ReplicaPlan) -> SlurmReplica:
+    async def launch(self, plan: ProcessPlan) -> SlurmJob:
         if plan.devices is not None:
             raise UsageError("--gpus names devices of this machine, and SLURM chooses them. Say -L gpus=1 instead.")
         pulse, own = plan.folder / PULSE, self.options
@@ -225,16 +229,16 @@ class SlurmLauncher(Launcher):
         given |= {"reservation": own.reservation, "gpus": own.gpus, "mem": own.mem, "cpus-per-task": own.cpus}
         output = str(plan.log).replace("%", "%%")  # for SLURM a percent sign begins a replacement
         words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        # not requeued: a job that ends is replaced by the fleet, which then knows of it
+        # not requeued: a job that ends is replaced by its supervisor, which then knows of it
         words += ["--no-requeue", "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={output}"]
         words += [f"--job-name=gpuinfer-{plan.name}", str(script)]
-        environment = local.replica_environment(children.with_our_path(), plan.threads)
+        environment = local.process_environment(children.with_our_path(), plan.threads)
         ended = await _run(["sbatch", "--parsable", *words], environment)
         number = ended.out.decode("utf-8", "replace").strip().partition(";")[0]
         if ended.code != 0 or not number.isdigit():
             cure = "Correct what it names (-L account=, partition=, …)."
             raise WorkError(f"sbatch refused the job: {error_output(ended)}\n{cure}")
-        job = SlurmReplica(plan, number, begins, self.options.pending, self._look)
+        job = SlurmJob(plan, number, begins, self.options.pending, self._look)
         if not self._jobs:
             atexit.register(self._leave)
         self._jobs[number] = job
@@ -244,7 +248,7 @@ class SlurmLauncher(Launcher):
     # While there are jobs
 
     async def _beat(self) -> None:
-        """Show the jobs that there is a fleet: one that was killed leaves none behind."""
+        """Show the jobs that this process lives: one that was killed leaves none behind."""
         for beat in itertools.count():
             for pulse in self._pulses:
                 with contextlib.suppress(OSError):  # a full disk: the next beat may get through
@@ -296,11 +300,11 @@ class SlurmLauncher(Launcher):
                 children.run_program(["scancel", "--quiet", *self._jobs], LEAVING_S)
 
 
-class SlurmReplica(LaunchedReplica):
-    """A replica that is a job."""
+class SlurmJob(LaunchedProcess):
+    """A process that is a job."""
 
     def __init__(
-        self, plan: ReplicaPlan, number: str, begins: int, pending_s: float, look: Callable[[], Awaitable[None]]
+        self, plan: ProcessPlan, number: str, begins: int, pending_s: float, look: Callable[[], Awaitable[None]]
     ) -> None:
         self.number = number
         self.job = SlurmJobState("PENDING")

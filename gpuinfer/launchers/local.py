@@ -1,4 +1,4 @@
-"""Replicas as children of this process: each in a session of its own, with its own device, threads and log.
+"""Processes as children of this one: each in a session of its own, with its own device, threads and log.
 
 A Ctrl-C in the terminal does not reach them, since the supervisor decides; `kill -9` of the supervisor does, by the end
 of their standard input.
@@ -18,9 +18,9 @@ import psutil
 from pydantic import BaseModel
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.launchers import base
-from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
 from gpuinfer.host import children, installation, machine
+from gpuinfer.launchers import base
+from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
 COMMAND = (sys.executable, "-m", "gpuinfer")
 LEAVING = "--leave-with-parent"
@@ -30,45 +30,47 @@ KEPT = ("GPUINFER_DISABLED_PLUGINS", installation.ONE_FILE_VARIABLE, installatio
 
 
 class LocalLauncher(Launcher):
-    """Starts replicas on this machine. `command` is what a plan's arguments follow: tests put their own there."""
+    """Processes on this machine, as children of the one that starts them."""
 
     name = "local"
     here = True
 
     def __init__(self, options: BaseModel | None = None, command: Sequence[str] = COMMAND) -> None:
+        """`command` is what a plan's arguments follow: tests put their own there."""
         super().__init__(options)
         self.at_once = machine.cores()  # more would take as long, compile kernels in vain, and may take too long
         self._command = tuple(command)
 
-    async def launch(self, plan: ReplicaPlan) -> LocalReplica:
+    async def launch(self, plan: ProcessPlan) -> LocalProcess:
         try:
             log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            cure = "Mend that, or start the fleet anew."
+            cure = "Mend that, and start anew."
             raise WorkError(f"{plan.name} cannot be started: its log {plan.log}: {error.strerror}. {cure}") from None
         try:
             begins = os.lseek(log, 0, os.SEEK_END)
-            given = replica_environment(children.with_our_path(), plan.threads)
+            given = process_environment(children.with_our_path(), plan.threads)
             if plan.devices is not None:
                 given["CUDA_VISIBLE_DEVICES"] = plan.devices
-            process = start_replica((*self._command, *plan.arguments), log, given)
+            host = ("--host", self.bind) if plan.serves else ()
+            process = start_process((*self._command, *plan.arguments, *host), log, given)
         except OSError as error:
             raise WorkError(f"{plan.name} cannot be started: {error.strerror}. Look at {self._command[0]}.") from None
         finally:
             os.close(log)
-        return LocalReplica(plan, process, begins)
+        return LocalProcess(plan, process, begins)
 
 
-def start_replica(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """`gpuinfer serve` in a session of its own. It leaves when its standard input ends, and with it this process."""
+def start_process(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """gpuinfer in a session of its own. It leaves when its standard input ends, and with it this process."""
     words, ends = (*command, LEAVING), subprocess.PIPE
     return subprocess.Popen(words, env=environment, start_new_session=True, stdin=ends, stdout=log, stderr=log)
 
 
-class LocalReplica(LaunchedReplica):
-    """A replica that is a child of this process."""
+class LocalProcess(LaunchedProcess):
+    """A process that is a child of this one."""
 
-    def __init__(self, plan: ReplicaPlan, process: subprocess.Popen[bytes], begins: int) -> None:
+    def __init__(self, plan: ProcessPlan, process: subprocess.Popen[bytes], begins: int) -> None:
         super().__init__(plan, begins)
         self.pid, self._process = process.pid, process
 
@@ -111,8 +113,8 @@ class LocalReplica(LaunchedReplica):
             self._process.stdin.close()
 
 
-def replica_environment(inherited: Mapping[str, str], threads: int | None) -> dict[str, str]:
-    """Of a replica: what it inherits, with its share of the cores, and no settings but by its flags."""
+def process_environment(inherited: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    """Of a process: what it inherits, with its share of the cores, and no settings but by its flags."""
     given = {key: value for key, value in inherited.items() if key in KEPT or not key.startswith(OURS)}
     return given if threads is None else {**dict.fromkeys(children.THREAD_COUNTS, str(threads)), **given}
 
