@@ -15,6 +15,7 @@ FACADES: dict[str, set[str]] = {
     "backends": {"fallback", "inprocess", "service_model", "vllm_engine.list_constraints"},
     "central": {"async_client", "connection", "protocol", "server", "server_process"},
     "cli": {"screen.display", "screen.final_panel"},
+    "cluster": set(),
     "config": {
         "blame",
         "foreign_names",

@@ -1,0 +1,390 @@
+"""What nodes report of themselves, and how the figures of all nodes are added up.
+
+A node sends a `NodeReport` with each exchange: totals since it joined. The coordinator keeps the latest of each node in
+a `ClusterFigures`, from which the run's snapshot, its progress, the table of nodes and the report's section `cluster`
+are made. Times are seconds; `now` is the coordinator's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import psutil
+
+from gpuinfer.api import Progress, Roofline, TextRoofline
+from gpuinfer.host import machine
+from gpuinfer.models import processor
+from gpuinfer.stats import Snapshot, merge_in_turn, merge_snapshots
+
+SILENT_S = 5.0  # without an exchange: a node is shown as silent
+RECENT_S = 10.0  # of a node's pace in the live view
+MOST_FIGURES = 4096  # steps' figures that wait for a tracker
+PACE_POINTS = 512  # of the run's pace that are remembered
+MAXIMUM = ("blocks", "threads", "groups_limited", "policy_version")
+MEAN = ("environment_share", "reference_share")
+"""Facts of a workload (`Progress.facts`) of which the sum over nodes says nothing; all others are added up."""
+
+
+class NodeMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine of a node, as far as it decides how fast the node is. `cpus`: the cores that the node may use, by the
+    system's numbers: nodes on one host may share some.
+    """
+
+    host: str
+    cores: int
+    cpu: str = ""
+    cpus: tuple[int, ...] = ()
+
+    @classmethod
+    def here(cls) -> NodeMachine:
+        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+        return cls(
+            host=os.uname().nodename, cores=machine.cores(), cpu=processor.cpu_name(), cpus=tuple(sorted(allowed))
+        )
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Machines of one kind have the same roofline."""
+        return self.cpu or self.host, self.cores
+
+
+class CoreUse(msgspec.Struct, frozen=True):
+    """Whose the cores of a node were: the fields of the report's `cores`."""
+
+    count: int = 1
+    busy_s: float = 0.0
+    waiting_s: float = 0.0
+    others_s: float | None = None
+    stolen_s: float | None = None
+    idle_s: float | None = None
+    stations: Mapping[str, float] = {}
+
+
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node reports of itself: totals since it joined.
+
+    `snapshot`: its `stats.Snapshot` as msgpack (`packed`); empty: as in the report before. `elapsed_s`: on its own
+    run's clock; 0 while it prepares. `starved_s`: in which its workload wanted units and none was left here, `idle_s`
+    of it the present wait. `room_s`: in which its workload waited since too many records were to be sent.
+    `sending_s`: of all requests that carried records, of which there were `sendings`; `records_bytes` in all.
+    `clock_offset_s`: its wall clock minus the coordinator's. `clock_share`: of the highest clock of its cores, what
+    they run at now; None: not known. `figures`: of steps since the report before (`Progress.figures`).
+    """
+
+    snapshot: bytes = b""
+    done: int = 0
+    begun: float = 0.0
+    counts: Mapping[str, float] = {}
+    facts: Mapping[str, float] = {}
+    failed: int | None = None
+    failure: str = ""
+    figures: Sequence[tuple[int, Mapping[str, float]]] = ()
+    setup: bool = True
+    phase: str = ""
+    elapsed_s: float = 0.0
+    setup_s: float = 0.0
+    roofline: Roofline | None = None
+    text_roofline: TextRoofline | None = None
+    cores: CoreUse | None = None
+    starved_s: float = 0.0
+    idle_s: float = 0.0
+    room_s: float = 0.0
+    sending_s: float = 0.0
+    sendings: int = 0
+    records_bytes: int = 0
+    through_folder: bool = False
+    clock_offset_s: float = 0.0
+    clock_share: float | None = None
+
+
+def packed(snapshot: Snapshot) -> bytes:
+    """For `NodeReport.snapshot`."""
+    return msgspec.msgpack.encode(snapshot)
+
+
+def clock_share() -> float | None:
+    """Of the highest clock of this machine's cores, what they run at now, on average; None where that is not known."""
+    found = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+    return min(1.0, found.current / found.max) if found and found.max and found.current else None
+
+
+def core_use(cores: Mapping[str, Any] | None) -> CoreUse | None:
+    """Of `RunUpdate.cores`."""
+    return None if cores is None else msgspec.convert(cores, CoreUse)
+
+
+class RangeFigures(msgspec.Struct, kw_only=True):
+    """What became of ranges, as the coordinator counts it. `held_s`: from when a range was given to a node to when all
+    of it was kept, summed over those that were kept.
+    """
+
+    kept: int = 0  # ranges of which records were kept
+    held_s: float = 0.0
+    returned: int = 0  # ranges that came back from nodes that left or were lost
+    stolen: int = 0  # ranges of which a node released units for others
+    copied: int = 0  # ranges that a second node was given as well
+    duplicates: int = 0  # units that had been kept when their records came
+    kept_units: Mapping[int, int] = {}  # of each node, by its number
+
+
+ADDED = ("done", "starved_s", "room_s", "sending_s", "sendings", "records_bytes")  # of `NodeReport`, over restarts
+
+
+class NodeAccount:
+    """One node, and those that had its place before it died and was started again."""
+
+    def __init__(self, name: str, host: NodeMachine, version: str, now: float) -> None:
+        self.name, self.machine, self.version = name, host, version
+        self.joined_at = self.heard_at = now
+        self.began_at: float | None = None  # it had its first units
+        self.left_at: float | None = None
+        self.why, self.lost = "", False
+        self.restarts = 0
+        self.starting_s = self.gone_s = 0.0  # after the first start
+        self.report = NodeReport()
+        self.recent: deque[tuple[float, float, int]] = deque()  # when, units done, rows
+        self._ready_at: float | None = None  # this life has its first units
+        self._before: Counter[str] = Counter()  # of earlier lives
+        self._counts_before: Counter[str] = Counter()
+        self._failed_before: int | None = None
+        self._past: Snapshot | None = None
+        self._last = Snapshot()  # of `report`
+        self._read = b""
+
+    def rejoin(self, host: NodeMachine, version: str, now: float) -> None:
+        """Another process has taken the place of the one that left."""
+        self._before.update({name: getattr(self.report, name) for name in ADDED})
+        self._counts_before.update(self.report.counts)
+        self._failed_before = self.failed
+        self._past, self._last, self._read = self._snapshot(), Snapshot(), b""
+        self.gone_s += now - (self.left_at if self.left_at is not None else self.heard_at)
+        self.machine, self.version, self.report = host, version, NodeReport()
+        self.joined_at = self.heard_at = now
+        self.left_at, self.why, self.lost, self._ready_at = None, "", False, None
+        self.restarts += 1
+
+    def heard(self, report: NodeReport, now: float) -> None:
+        if not report.snapshot:
+            report = msgspec.structs.replace(report, snapshot=self.report.snapshot)
+        self.report, self.heard_at = report, now
+        if self._ready_at is None and not report.setup:
+            self._ready_at = now
+            if self.began_at is None:
+                self.began_at = now
+            else:
+                self.starting_s += now - self.joined_at
+
+    def total(self, name: str) -> float:
+        """One of `ADDED`, earlier lives included."""
+        now: float = getattr(self.report, name)
+        return self._before[name] + now
+
+    @property
+    def units(self) -> float:
+        """Done, and of what is under way."""
+        return self.total("done") + self.report.begun
+
+    @property
+    def failed(self) -> int | None:
+        if self.report.failed is None:
+            return self._failed_before
+        return (self._failed_before or 0) + self.report.failed
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self._counts_before + Counter(self.report.counts)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds that it has waited for units without a break, as of its last report."""
+        return self.report.idle_s if self.left_at is None else 0.0
+
+    def snapshot(self) -> Snapshot:
+        """Its counters, the names of lanes and devices with the node's before them."""
+        found = self._snapshot()
+        device = dict(found.device)
+        if several := device.get("devices"):
+            device["devices"] = {f"node {self.name}: {name}": one for name, one in several.items()}
+        for of_the_host in ("pids", "utilisation"):
+            device.pop(of_the_host, None)
+        lanes = ({**lane, "name": f"node {self.name}: {lane['name']}"} for lane in found.lanes)
+        return replace(found, lanes=tuple(lanes), device=device)
+
+    def own_snapshot(self) -> Snapshot:
+        """Of the process that has its place now."""
+        if self.report.snapshot is not self._read:
+            self._read = self.report.snapshot
+            self._last = Snapshot.from_wire(msgspec.msgpack.decode(self._read)) if self._read else Snapshot()
+        return self._last
+
+    def _snapshot(self) -> Snapshot:
+        now = self.own_snapshot()
+        return now if self._past is None else merge_in_turn([self._past, now])
+
+    def look(self, now: float) -> None:
+        """Remember its pace of the last seconds."""
+        if self.left_at is None:
+            self.recent.append((self.heard_at, self.units, self.own_snapshot().rows))
+            while len(self.recent) > 2 and self.recent[1][0] <= now - RECENT_S:
+                self.recent.popleft()
+
+
+class ClusterFigures:
+    """The figures of all nodes of one run. Belongs to the coordinator's event loop.
+
+    A node is called by the number that its launcher has for it, and keeps the name when it is started again; one that
+    was started by hand is called `+1`, `+2`, ….
+    """
+
+    def __init__(self, now: float) -> None:
+        self.began_at = now
+        self.clock_from: float | None = None  # the first node had its first units
+        self.clock_to: float | None = None  # all units were kept
+        self.accounts: dict[str, NodeAccount] = {}
+        self.ranges = RangeFigures()  # set by the coordinator before `snapshot`
+        self.pace: list[tuple[float, float]] = []  # when, units done by all: for what the end of the run cost
+        self.measured: dict[tuple[str, int], Roofline] = {}  # the bare model, by kind of machine
+        self._numbers: dict[int, NodeAccount] = {}  # by the number of the present process
+        self._measuring: set[tuple[str, int]] = set()
+        self._figures: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_FIGURES)
+
+    def joined(
+        self, node: int, host: NodeMachine, now: float, *, index: int | None = None, version: str = ""
+    ) -> NodeAccount:
+        """A process has joined under this number; `index`: its launcher's."""
+        by_hand = sum(name.startswith("+") for name in self.accounts)
+        name = f"+{by_hand + 1}" if index is None else f"{index}"
+        if (account := self.accounts.get(name)) is None:
+            account = self.accounts[name] = NodeAccount(name, host, version, now)
+        else:
+            account.rejoin(host, version, now)
+        self._numbers[node] = account
+        return account
+
+    def measures_roofline(self, node: int) -> bool:
+        """Whether this node is to measure the bare model: the first one of each kind of machine."""
+        kind = self._numbers[node].machine.kind
+        first = kind not in self._measuring
+        self._measuring.add(kind)
+        return first
+
+    def heard(self, node: int, report: NodeReport, now: float) -> None:
+        """Of a number that is not known, nothing is counted."""
+        if (account := self._numbers.get(node)) is None:
+            return
+        account.heard(report, now)
+        self._figures.extend(report.figures)
+        if report.roofline is not None:
+            self.measured[account.machine.kind] = report.roofline
+        if self.clock_from is None and account.began_at is not None:
+            self.clock_from = now
+
+    def gone(self, node: int, now: float, why: str = "", lost: bool = False) -> None:
+        """It has left, or is `lost`. What it has counted stays in the sum."""
+        if (account := self._numbers.pop(node, None)) is not None and account.left_at is None:
+            account.left_at, account.why, account.lost = now, why, lost
+
+    def name_of(self, node: int) -> str:
+        """What people call the node of this number."""
+        account = self._numbers.get(node)
+        return f"{node}" if account is None else account.name
+
+    def ended(self, now: float) -> None:
+        """All units are kept, or the run is to stop: what nodes do from here on is not counted."""
+        self.clock_to = self.clock_to or now
+
+    @property
+    def present(self) -> list[NodeAccount]:
+        """Those that are not lost."""
+        return [one for one in self.accounts.values() if not one.lost]
+
+    def snapshot(self, now: float) -> Snapshot:
+        """The sum of all nodes. Takes a tenth of a millisecond for each node."""
+        accounts = list(self.accounts.values())
+        for one in accounts:
+            one.look(now)
+        self._keep_pace(now, math.fsum(one.units for one in accounts))
+        total = merge_snapshots(one.snapshot() for one in accounts)
+        device = dict(total.device)
+        names = Counter(str(name) for one in accounts if (name := one.own_snapshot().device.get("name")))
+        if names.total() > 1:
+            device["name"] = ", ".join(f"{count} × {name}" for name, count in names.items())
+        busy = [share for one in accounts if (share := one.own_snapshot().device.get("utilisation")) is not None]
+        if busy:
+            device["utilisation"] = statistics.fmean(busy)
+        return replace(total, device=device)
+
+    def _keep_pace(self, now: float, units: float) -> None:
+        self.pace.append((now, units))
+        if len(self.pace) > PACE_POINTS:  # every second one of the older half
+            half = len(self.pace) // 2
+            self.pace[:half] = self.pace[:half:2]
+
+    def progress(
+        self,
+        done: int,
+        *,
+        total: int | None,
+        unit: str,
+        before: int = 0,
+        note: str = "",
+        facts: Mapping[str, float] | None = None,
+    ) -> Progress:
+        """Of the run, of which `done` units are kept, `before` of them by an earlier run. `facts` take the place of
+        those of the nodes. Figures of steps come once.
+        """
+        accounts = list(self.accounts.values())
+        counts: Counter[str] = Counter()
+        for one in accounts:
+            counts.update(one.counts)
+        if unit in counts:
+            counts[unit] = done - before
+        failed = [one.failed for one in accounts if one.failed is not None]
+        figures, self._figures = sorted(self._figures, key=lambda one: one[0]), deque(maxlen=MOST_FIGURES)
+        finished = math.fsum(one.total("done") for one in self.present)
+        return Progress(
+            done=done,
+            total=total,
+            unit=unit,
+            before=before,
+            begun=max(0.0, math.fsum(one.units for one in self.present) - min(finished, done - before)),
+            counts=dict(counts),
+            facts={**merge_facts([one.report.facts for one in self.present]), **(facts or {})},
+            note=note or self._starting(),
+            setup=self.clock_from is None,
+            failed=sum(failed) if failed else None,
+            failure=next((one.report.failure for one in accounts if one.report.failure), ""),
+            figures=figures,
+        )
+
+    def _starting(self) -> str:
+        """What there is to say while no node works yet."""
+        if self.clock_from is not None:
+            return ""
+        waiting = [one for one in self.present if one.left_at is None]
+        if not waiting:
+            return "waiting for nodes"
+        phases = Counter(one.report.phase or "starting" for one in waiting)
+        return f"{len(waiting)} node{'' if len(waiting) == 1 else 's'}: {phases.most_common(1)[0][0]}"
+
+
+def merge_facts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Facts of a workload over several nodes: `MAXIMUM` and `MEAN` of some, the sum of all others."""
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    return {name: _merged(name, values) for name, values in found.items()}
+
+
+def _merged(name: str, values: Sequence[float]) -> float:
+    if name in MEAN:
+        return statistics.fmean(values)
+    return max(values) if name in MAXIMUM else math.fsum(values)
