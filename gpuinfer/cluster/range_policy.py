@@ -1,0 +1,25 @@
+"""How the units of a run are divided among its nodes, and when a node is late, hung or lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RangePolicy:
+    """How a run is divided. Times in seconds."""
+
+    target_s: float = 10.0  # of a node's work that a range should last
+    least: int = 1  # units that a range should have
+    most: int = 1_000_000  # units that a node gets at once
+    block: int = 1  # ranges are cut at multiples of it, where that leaves any
+    exchange_s: float = 1.0  # between two exchanges of a node
+    guided: float = 2.0  # near the end a range is a node's share of what is left, divided by this
+    nodes: int = 1  # how many there will be: the first to join leave some for the others
+    backup: bool = True  # near the end idle nodes get copies of what silent and late nodes have begun
+    backup_times: float = 2.0  # late: no unit for so many times as long as one takes
+    silent_s: float = 5.0  # without a word, after which a node's ranges are given to idle ones as well
+    lost_s: float = 30.0  # without a word, after which a node counts as lost
+    hung_times: float = 20.0  # hung: no unit for so many times as long as one takes,
+    hung_least_s: float = 300.0  # and for so long at least
+    first_unit_s: float = 1800.0  # so long may a node's first unit take
