@@ -40,6 +40,7 @@ from gpuinfer.http.client import (
     HttpResponse,
     RequestTimedOut,
     Unreachable,
+    error_words,
 )
 from gpuinfer.models import row_format
 from gpuinfer.models.row_layout import RowLayout, unpacked_arrays
@@ -50,7 +51,6 @@ ANSWER_S = 86_400.0  # for one answer: what hangs is found by the watchdog here,
 FACTS_S = 10.0  # timeout of requests for facts
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0  # between two tries
 MOST_WIDTH, MOST_SLOTS = 1 << 24, 1 << 20
-LONGEST = 600  # characters of a server's error message
 AGAIN = frozenset({502, 503, 504})
 KINDS = {400: BadPrompt, 404: BadPrompt, 408: Expired, 413: BadPrompt, 422: BadResult, 429: QueueFull}
 CLASSES = {Priority.HIGH: "high", Priority.LOW: "low"}
@@ -77,14 +77,6 @@ class _Models(Struct):
 
 class _Health(Struct):
     healthy_workers: int = 1
-
-
-class _ErrorMessage(Struct):
-    message: str = ""
-
-
-class _ErrorBody(Struct):
-    error: _ErrorMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,15 +304,6 @@ def _refuse(response: HttpResponse) -> NoReturn:
     if isinstance(error, QueueFull):
         error.retry_after_s = _retry_after(response)
     raise error
-
-
-def error_words(status: int, body: bytes) -> str:
-    """The message of a server's error, in one line."""
-    try:
-        message = msgspec.json.decode(body, type=_ErrorBody).error.message
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        message = body.decode("utf-8", "replace")
-    return " ".join(message.split())[:LONGEST] or f"it answered with status {status}."
 
 
 def _words(response: HttpResponse) -> str:

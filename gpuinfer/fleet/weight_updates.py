@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gpuinfer.errors import BackendDied, UsageError
-from gpuinfer.fleet.replica_client import error_words
+from gpuinfer.http.client import error_words
 from gpuinfer.fleet.worker import Worker
 from gpuinfer.http.client import HttpClient
 from gpuinfer.text.text_options import FIRST_VERSION

@@ -16,6 +16,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+import msgspec
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.http.http_exchange import Pairs, check_field
@@ -25,6 +26,7 @@ HEAD_BYTES = 256 << 10
 FIELDS = 1000  # headers and trailers of one response
 HIGH = 256 << 10  # bytes of a streamed body that wait for their reader before no more is read
 NO_BODY = frozenset({204, 304})
+LONGEST = 600  # characters of a server's error message
 
 
 class ClientError(WorkError):
@@ -461,3 +463,20 @@ def _lines(headers: Pairs) -> str:
     for name, value in headers:
         check_field(name, value)
     return "".join([f"{name}: {value}\r\n" for name, value in headers])
+
+
+class _ErrorMessage(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorMessage
+
+
+def error_words(status: int, body: bytes) -> str:
+    """The message of a server's error, in one line."""
+    try:
+        message = msgspec.json.decode(body, type=_ErrorBody).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        message = body.decode("utf-8", "replace")
+    return " ".join(message.split())[:LONGEST] or f"it answered with status {status}."

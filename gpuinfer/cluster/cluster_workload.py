@@ -1,0 +1,53 @@
+"""A divided run as the runtime sees it: a workload whose work is done by nodes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from gpuinfer.api import Infer, Plugin, Progress, Setup, Workload
+from gpuinfer.cluster.coordinator import Coordinator
+from gpuinfer.cluster.messages import Job
+from gpuinfer.cluster.node_figures import ClusterFigures
+from gpuinfer.cluster.node_processes import NodesPlan
+from gpuinfer.division import Division
+
+
+class ClusterWorkload(Workload):
+    """Follows the coordinator of this division. `inner`: the workload that nodes run."""
+
+    def __init__(self, inner: Workload, division: Division, job: Job, plan: NodesPlan, figures: ClusterFigures) -> None:
+        self.inner, self._division, self._job, self._plan = inner, division, job, plan
+        self.figures = figures
+        self.setup, self.options = inner.setup, inner.options
+        self.goes_on_by, self.writes_to = inner.goes_on_by, inner.writes_to  # type: ignore[misc]
+        self.writes_answers, self.max_failures = inner.writes_answers, inner.max_failures  # type: ignore[misc]
+
+    @property
+    def acts_for(self) -> type[Plugin] | None:
+        return type(self.inner)
+
+    @property
+    def asks(self) -> bool:
+        """No backend here."""
+        return False
+
+    @property
+    def writes_stdout(self) -> bool:
+        return self.inner.writes_stdout
+
+    @property
+    def shows_answers(self) -> bool:
+        return False
+
+    def trial(self, setup: Setup, **changes: Any) -> None:
+        """None: advice is not tried on a cluster."""
+        return None
+
+    async def run(self, infer: Infer) -> AsyncIterator[Progress]:
+        yield Progress(0, note=f"starting {self._plan.nodes} nodes", setup=True)
+        async with Coordinator(self._division, self._job, self._plan, self.figures) as coordinator:
+            self.coordinator = coordinator
+            async for progress in coordinator.follow(infer.stopping):
+                yield progress
+        yield coordinator.progress()

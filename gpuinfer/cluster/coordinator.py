@@ -1,0 +1,391 @@
+"""The coordinator of a divided run: hands out ranges to the nodes that ask, and keeps their records.
+
+What is decided (who gets what, who is lost, which records count) is decided in `coordinator_core.py`, without a clock
+and without I/O; here are the clock, the requests and the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpuinfer.api import Progress
+from gpuinfer.cluster import messages
+from gpuinfer.cluster.coordinator_core import CoordinatorCore, RangePolicy
+from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
+from gpuinfer.cluster.node_figures import ClusterFigures
+from gpuinfer.cluster.node_processes import NodeProcesses, NodesPlan
+from gpuinfer.config import registry
+from gpuinfer.division import Division, WorkRange
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.files import put_whole
+from gpuinfer.http.access import LOOPBACK, Access, Keys
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.parser import HttpLimits
+from gpuinfer.http.route_table import Route, RouteTable
+from gpuinfer.http.server import HttpServer
+
+LOOK_S = 0.25  # between two updates of the run
+EXPIRE_S = 1.0  # between two looks for nodes that are lost
+LEAVE_S = 20.0  # for nodes to send what they have finished, once the run is over or is to stop
+CLOCK_S = 5.0  # by which a node's clock may differ without a word
+WAIT_S = 10.0  # with fewer nodes than there must be, and none starting, before the run is given up
+NODE_FILE = re.compile(r"\d{12,}-\d{12,}\.node-\d+")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class NodeEntry:
+    """A node that has joined."""
+
+    number: int
+    hello: Hello
+    state: str = "joined"  # joined, left, failed, lost
+    reason: str = ""
+    sees_folder: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        which = self.number if self.hello.index is None else self.hello.index
+        return f"node {which} ({self.hello.host})"
+
+
+class UnknownNode(Exception):  # noqa: N818
+    """A request of a node that this run does not know, or has given up."""
+
+
+class Coordinator:
+    """One divided run: `async with` it, and follow it. `job` is completed with what the division says once it is open.
+
+    `figures` are those of all nodes. Belongs to one event loop.
+    """
+
+    def __init__(
+        self, division: Division, job: Job, plan: NodesPlan, figures: ClusterFigures, policy: RangePolicy | None = None
+    ) -> None:
+        self._division, self._job, self._plan, self.figures = division, job, plan, figures
+        self._policy = policy or RangePolicy()
+        self._run = secrets.token_hex(8)
+        self._nodes: dict[int, NodeEntry] = {}
+        self._core: CoordinatorCore
+        self._server: HttpServer
+        self._processes = NodeProcesses(plan, self._fail)
+        self._disk = asyncio.Lock()  # one call of the division at a time
+        self._news = asyncio.Event()
+        self._failure: Exception | None = None
+        self._stopping = self._over = False
+        self._begun = False  # enough nodes have joined
+        self._few_since: float | None = None  # since when there are fewer nodes than there must be
+        self._failed_nodes: list[str] = []
+        self._before = 0
+        self._opened = time.monotonic()
+        self.url = ""
+
+    # Beginning and end
+
+    async def __aenter__(self) -> Coordinator:
+        async with contextlib.AsyncExitStack() as if_refused:
+            kept = await asyncio.to_thread(self._division.open)
+            if_refused.push_async_callback(self._division.close, False)
+            self._before = sum(stop - start for start, stop in kept)
+            self._core = CoordinatorCore(self._policy, total=self._division.total, kept=kept)
+            self._job = messages.with_division(self._job, self._division)
+            if self._division.folder is not None:
+                await asyncio.to_thread(self._mark_folder, self._division.folder)
+            self._processes.open()
+            if_refused.push_async_callback(self._processes.close)
+            await self._listen()
+            if_refused.push_async_callback(self._server.close)
+            self._processes.start(self.url)
+            self._closing = if_refused.pop_all()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nodes that are still there are ended; what is kept is on the disk."""
+        complete = error[0] is None and self._core.over
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._division.close, complete)
+            closing.callback(self._unmark_folder)
+            closing.push_async_callback(self._server.close)
+            closing.push_async_callback(self._processes.close)
+            self._over = True
+            self._wake()
+            await self._until_left()
+
+    def _mark_folder(self, folder: Path) -> None:
+        """For nodes to see that it is this folder that they see."""
+        own = folder / messages.RANGES_FOLDER
+        own.mkdir(exist_ok=True)
+        put_whole(own / self._run, lambda file: file.write(b"coordinator\n"))
+
+    def _unmark_folder(self) -> None:
+        """What lies there counts only once it has been moved away."""
+        if self._division.folder is None:
+            return
+        own = self._division.folder / messages.RANGES_FOLDER
+        with contextlib.suppress(OSError):
+            for one in own.iterdir():
+                one.unlink()
+            own.rmdir()
+
+    async def _listen(self) -> None:
+        launcher, address = self._plan.launcher, self._plan.address
+        parts = urlsplit(f"//{address}") if address else None
+        try:
+            port = (parts.port if parts else None) or 0
+        except ValueError as error:
+            raise UsageError(f"-L coordinator={address}: {error}. Write HOST or HOST:PORT.") from None
+        host = (parts.hostname if parts else None) or launcher.reached_at()
+        names = LOOPBACK if launcher.bind == "127.0.0.1" else None
+        routes = RouteTable(self._routes(), Access(Keys([self._processes.key]), None, names))
+        limits = HttpLimits(body_bytes=messages.RECORDS_BYTES, bodies_bytes=4 * messages.RECORDS_BYTES, body_s=600.0)
+        self._server = HttpServer(routes, limits, quick=routes.quick)
+        port = await self._server.listen(launcher.bind, port)
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("nodes reach the coordinator at %s", self.url)
+
+    async def _until_left(self) -> None:
+        """Wait until all nodes have sent what they have finished and left, for `LEAVE_S` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                while any(one.state == "joined" for one in self._nodes.values()):
+                    await self._change()
+
+    # The run
+
+    async def follow(self, stopping: asyncio.Event) -> AsyncIterator[Progress]:
+        """Until all units are kept, the run is to stop, or its deadline is near. Raises `WorkError` when it cannot
+        go on: what is kept stays.
+        """
+        deadline = self._plan.deadline_s
+        ends = None if deadline is None else self._opened + deadline - self._division.deadline_s - LEAVE_S
+        last_look = 0.0
+        while not self._core.over:
+            if self._failure is not None:
+                raise self._failure
+            now = time.monotonic()
+            if not self._stopping and (stopping.is_set() or (ends is not None and now > ends)):
+                if not stopping.is_set():
+                    log.warning("the deadline is near: stopping, and keeping what is finished. --resume goes on.")
+                self._stopping = True
+                self._wake()
+            if self._stopping:
+                await self._until_left()
+                break
+            if now > last_look + EXPIRE_S:
+                last_look = now
+                self._look_for_lost(now)
+            yield self.progress()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._change()
+        async with self._disk:
+            await self._division.flush()
+        yield self.progress()
+
+    def progress(self) -> Progress:
+        setup = not self._begun
+        note = f"{self._joined} of {self._plan.nodes} nodes have joined" if setup else ""
+        return self.figures.progress(
+            done=self._core.counts.kept,
+            total=self._division.total,
+            unit=self._division.unit,
+            before=self._before,
+            facts=self._division.facts(),
+            note=note,
+            setup=setup,
+        )
+
+    @property
+    def _joined(self) -> int:
+        return sum(one.state == "joined" for one in self._nodes.values())
+
+    def _look_for_lost(self, now: float) -> None:
+        for lost in self._core.expire(now):
+            entry = self._nodes[lost.node]
+            entry.state, entry.reason = "lost", lost.reason
+            self.figures.gone(lost.node, lost.reason, now)
+            log.warning("%s is given up (%s): others compute what it had", entry.name, lost.reason)
+            self._processes.lost(entry.hello.index)
+            self._wake()
+        if self._begun and self._joined < self._plan.least and self._processes.alive() < self._plan.least:
+            self._few_since = self._few_since or now
+            if now > self._few_since + WAIT_S:
+                raise WorkError(
+                    f"{self._joined} nodes are left, and --nodes-min {self._plan.least} are needed. What is finished "
+                    "is kept: the same command with --resume goes on."
+                )
+        else:
+            self._few_since = None
+
+    def _fail(self, error: Exception) -> None:
+        """The run cannot go on."""
+        self._failure = self._failure or error
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+
+    async def _change(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    # Requests of nodes
+
+    def _routes(self) -> list[Route]:
+        answers: dict[str, tuple[Callable[[Exchange], Awaitable[bytes]], str]] = {
+            messages.JOIN: (self._answer_join, "A node joins the run."),
+            messages.EXCHANGE: (self._answer_exchange, "How a node is, and what it is to do."),
+            messages.RECORDS: (self._answer_records, "The records of a range."),
+        }
+        return [Route("POST", path, self._handler(answer), "api", about) for path, (answer, about) in answers.items()]
+
+    def _handler(self, answer: Callable[[Exchange], Awaitable[bytes]]) -> Callable[[Exchange], Awaitable[None]]:
+        async def handle(exchange: Exchange) -> None:
+            try:
+                exchange.respond(200, await answer(exchange), messages.MSGPACK)
+            except UnknownNode as error:
+                exchange.refuse(410, str(error))
+            except UsageError as error:
+                exchange.refuse(409, str(error))
+            except WorkError as error:
+                self._fail(error)
+                exchange.refuse(500, str(error))
+
+        return handle
+
+    async def _answer_join(self, exchange: Exchange) -> bytes:
+        hello: Hello = messages.decode(exchange.body, Hello)
+        entry = NodeEntry(len(self._nodes), hello)
+        if hello.gpuinfer != registry.own_version():
+            raise UsageError(
+                f"{entry.name} runs gpuinfer {hello.gpuinfer}, and the coordinator {registry.own_version()}: records of "
+                "two versions must not be mixed. Install the same on all machines."
+            )
+        if abs(ahead_s := hello.clock - time.time()) > CLOCK_S:
+            log.warning(
+                "the clock of %s is %.0f s %s: times in its log differ from these. Set it (chrony, NTP).",
+                entry.name,
+                abs(ahead_s),
+                "ahead" if ahead_s > 0 else "behind",
+            )
+        now = time.monotonic()
+        for other in self._nodes.values():  # the same process, started again before its end was noticed
+            if hello.index is not None and other.hello.index == hello.index and other.state == "joined":
+                self._leave(other, "left", "it was started again", now)
+        self._nodes[entry.number] = entry
+        self._core.join(entry.number, now, name=entry.name)
+        self.figures.joined(entry.number, entry.name, hello, now)
+        if not self._begun and self._joined >= self._plan.least:
+            self._begun = True
+        self._wake()
+        return messages.encode(Welcome(node=entry.number, run=self._run, clock=time.time(), job=self._job))
+
+    async def _answer_exchange(self, exchange: Exchange) -> bytes:
+        state: NodeState = messages.decode(exchange.body, NodeState)
+        entry = self._entry(state.node, state.run)
+        if entry.state != "joined":
+            raise UnknownNode(f"{entry.name} was given up ({entry.reason or entry.state}). Start it again.")
+        now = time.monotonic()
+        entry.sees_folder = state.sees_folder
+        self._core.heard(entry.number, now, state.done, state.on_hand)
+        for start, stop in state.released:
+            self._core.released(entry.number, start, stop)
+        if state.report is not None:
+            self.figures.heard(entry.number, state.report, now)
+        if state.done:
+            self._processes.worked(entry.hello.index)
+        if state.leaving:
+            self._leave(entry, "failed" if state.failure else "left", state.failure, now)
+            return messages.encode(CoordinatorReply(over=True))
+        return messages.encode(await self._reply(entry, state))
+
+    async def _reply(self, entry: NodeEntry, state: NodeState) -> CoordinatorReply:
+        """What the node is to do: at once, or when there is something, for `EXCHANGE_S` at most."""
+        until = time.monotonic() + messages.EXCHANGE_S
+        while True:
+            reply = CoordinatorReply(
+                total=self._division.total,
+                over=self._over or self._core.over,
+                stop=self._stopping,
+                use_folder=entry.sees_folder,
+            )
+            if reply.over or reply.stop or not self._begun or entry.state != "joined":
+                return reply
+            grant = self._core.grant(entry.number, time.monotonic())
+            ranges, left = list(grant.ranges), grant.fresh
+            if left:
+                async with self._disk:
+                    while left > 0 and (work := await self._division.read(left)) is not None:
+                        self._core.lease(entry.number, work, time.monotonic())
+                        ranges.append(work)
+                        left -= len(work)
+                if left > 0 and self._division.total is not None:
+                    self._core.ended_input(self._division.total)
+            reply.ranges, reply.release = tuple(ranges), grant.release
+            wait_s = until - time.monotonic()
+            if ranges or grant.release or state.on_hand or wait_s <= 0:
+                return reply
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._change()
+
+    async def _answer_records(self, exchange: Exchange) -> bytes:
+        query = exchange.query
+        try:
+            node, start, stop = (int(query[name]) for name in ("node", "start", "stop"))
+            entry = self._entry(node, query["run"])
+        except (KeyError, ValueError):
+            raise UsageError("records need node, run, start and stop. Let both ends run one version.") from None
+        records: bytes | Path = exchange.body
+        if (name := query.get("file")) is not None:
+            place = self._file_of(name)
+            if not await asyncio.to_thread(place.is_file):
+                return messages.encode(KeptReply(kept=False, seen=False))
+            records = place
+        now = time.monotonic()
+        if not self._core.may_keep(entry.number, start, stop):
+            if isinstance(records, Path):
+                records.unlink(missing_ok=True)
+            return messages.encode(KeptReply(kept=False, missing=tuple(self._core.missing(start, stop))))
+        try:
+            async with self._disk:
+                await self._division.keep(WorkRange(start, stop), records)
+        except BaseException:
+            self._core.not_kept(entry.number, start, stop)
+            raise
+        self._core.kept(entry.number, start, stop, now)
+        self.figures.kept(entry.number, stop - start, len(exchange.body), time.monotonic() - now)
+        self._processes.worked(entry.hello.index)
+        self._wake()
+        return messages.encode(KeptReply(kept=True))
+
+    def _file_of(self, name: str) -> Path:
+        folder = self._division.folder
+        if folder is None or not NODE_FILE.fullmatch(name):
+            raise UsageError("this is no file of a range. Let both ends run one version.")
+        return folder / messages.RANGES_FOLDER / name
+
+    def _entry(self, node: int, run: str) -> NodeEntry:
+        if run != self._run or node not in self._nodes:
+            raise UnknownNode("this coordinator has another run than the one that this node joined. Start it again.")
+        return self._nodes[node]
+
+    def _leave(self, entry: NodeEntry, state: str, reason: str, now: float) -> None:
+        entry.state, entry.reason = state, reason
+        self._core.leave(entry.number, now)
+        self.figures.gone(entry.number, reason, now)
+        if state == "failed":
+            log.warning("%s cannot take part: %s", entry.name, reason)
+        self._wake()

@@ -1,0 +1,169 @@
+"""The processes of nodes: started through a launcher, watched, ended, and started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.folder import PrivateFolder
+from gpuinfer.fleet.plan import gpus_here
+from gpuinfer.host import machine
+from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
+
+ATTEMPTS = 4  # starts of a node that has done nothing in between
+LOOK_S = 0.5  # between two looks at a process
+PAUSE_S = 2.0  # before a process is started again, and so much longer each time
+LEAVE_S = 10.0  # for a process to end, once it was asked to
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodesPlan:
+    """How many nodes there are to be, and where. `address`: HOST[:PORT] by which they reach the coordinator."""
+
+    launcher: Launcher
+    nodes: int
+    least: int = 1
+    deadline_s: float | None = None
+    address: str | None = None
+    quiet: bool = True
+    verbose: int = 0
+    logs: Path | None = None
+
+
+class NodeProcesses:
+    """One process for each number from 0, until `close`. `failed` is called with what to say once none can be had."""
+
+    def __init__(self, plan: NodesPlan, failed: Callable[[Exception], None]) -> None:
+        self._plan, self._failed = plan, failed
+        self._folder: PrivateFolder | None = None
+        self.key = secrets.token_urlsafe(32)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._processes: dict[int, LaunchedProcess] = {}
+        self._worked: set[int] = set()  # those that have done something since they were started
+        self._lost: set[int] = set()  # those that are to be ended and started again
+        self._given_up: dict[int, Exception] = {}
+        self._closing = False
+        self.restarts = 0
+
+    def open(self) -> Path:
+        """Make the folder with the key, which nodes have to show. Returns the key's file. Raises `UsageError`."""
+        shared = self._plan.launcher.shared
+        try:
+            if shared is not None:
+                shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder = PrivateFolder(shared or tempfile.gettempdir())
+        except OSError as error:
+            raise UsageError(f"{error.filename} cannot be written: {error.strerror}. Free some space there.") from None
+        self._key_file = self._folder.write("cluster.key", f"{self.key}\n".encode())
+        return self._key_file
+
+    def start(self, url: str) -> None:
+        """Start all of them, as many at a time as the launcher takes."""
+        turns = asyncio.Semaphore(self._plan.launcher.at_once)
+        self._tasks = [asyncio.create_task(self._hold(index, url, turns)) for index in range(self._plan.nodes)]
+
+    def worked(self, index: int | None) -> None:
+        """This one has done something: a start that fails is its first again."""
+        if index is not None:
+            self._worked.add(index)
+
+    def lost(self, index: int | None) -> None:
+        """The coordinator has given up the node that runs there."""
+        if index is not None:
+            self._lost.add(index)
+
+    def alive(self) -> int:
+        """How many run, or may come up yet."""
+        return len(self._tasks) - len(self._given_up)
+
+    def log_of(self, index: int | None) -> Path | None:
+        process = self._processes.get(index) if index is not None else None
+        return None if process is None else process.log
+
+    async def _hold(self, index: int, url: str, turns: asyncio.Semaphore) -> None:
+        """One node, started again as long as that may help."""
+        attempt = failures = 0
+        while True:
+            self._worked.discard(index)
+            self._lost.discard(index)
+            try:
+                async with turns:
+                    process = await self._plan.launcher.launch(self._process_plan(index, attempt, url))
+                self._processes[index] = process
+                while process.alive and index not in self._lost:
+                    await asyncio.sleep(LOOK_S)
+                why: Exception = process.failure("ended" if not process.alive else "gave no sign of life")
+                await process.kill()
+            except (WorkError, UsageError) as error:
+                why = error
+            failures = 1 if index in self._worked else failures + 1
+            attempt += 1
+            if self._closing:
+                return
+            if failures >= ATTEMPTS or isinstance(why, UsageError):
+                self._give_up(index, why)
+                return
+            log.warning("node %d is started again: %s", index, why)
+            self.restarts += 1
+            await asyncio.sleep(PAUSE_S * failures)
+
+    def _give_up(self, index: int, why: Exception) -> None:
+        self._given_up[index] = why
+        if len(self._given_up) == len(self._tasks):
+            first = self._given_up[min(self._given_up)]
+            self._failed(first)
+        else:
+            log.warning("node %d is given up, and the others go on: %s", index, why)
+
+    def _process_plan(self, index: int, attempt: int, url: str) -> ProcessPlan:
+        folder, plan = self._folder, self._plan
+        if folder is None:
+            raise UsageError("the nodes' folder is not open. Call open() first.")
+        words = ["node", url, "--key-file", str(self._key_file), "--index", str(index), "--attempt", str(attempt)]
+        words += ["-v"] * plan.verbose
+        threads, devices = None, None
+        if plan.launcher.here:
+            cores = sorted(os.sched_getaffinity(0))
+            own = cores[index % len(cores) :: plan.nodes] or [cores[index % len(cores)]]
+            words += ["--cpus", ",".join(map(str, own))]
+            threads = len(own)
+            if machine.wants_cuda(("auto",)) and (gpus := gpus_here()):
+                devices = ",".join(gpus[index % len(gpus) :: plan.nodes])
+        return ProcessPlan(
+            name=f"node-{index}",
+            index=index,
+            folder=folder.path,
+            files=(self._key_file,),
+            devices=devices,
+            threads=threads,
+            arguments=tuple(words),
+            attempt=attempt,
+            logs=plan.logs,
+            serves=False,
+        )
+
+    async def close(self) -> None:
+        """End all of them: those that have not ended by themselves within some seconds are killed."""
+        self._closing = True
+        until = time.monotonic() + LEAVE_S
+        while any(one.alive for one in self._processes.values()) and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S / 10)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LEAVE_S)
+        ending = [one.terminate(LEAVE_S) if one.alive else one.kill() for one in self._processes.values()]
+        await asyncio.gather(*ending, return_exceptions=True)
+        await self._plan.launcher.close()
+        if self._folder is not None:
+            self._folder.remove(keep_logs=bool(self._given_up))
