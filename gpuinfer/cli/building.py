@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from gpuinfer.runtime.run import RunPlan
 
 DEFAULT_BACKEND = "inprocess"
-NO_SETTINGS = ("config", "backend_options", "strategy_options")  # flags that are not settings by themselves
+NO_SETTINGS = (
+    "config",
+    "backend_options",
+    "strategy_options",
+    "launcher_options",
+)  # flags that are not settings by themselves
 
 
 def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
@@ -43,11 +48,18 @@ def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, GivenValue]:
 
 
 def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, GivenValue]:
-    """-B and -S, as settings of the backend and the strategy in force."""
+    """-B, -S and -L, as settings of the backend, the strategy and the launcher in force. Raises `UsageError`."""
     backend = settings.table_name("backends", common.backend)
     strategy = settings.table_name("strategies", common.strategy)
     pairs = flags.option_pairs(values.get("backend_options") or [], "-B", backend)
-    return pairs | flags.option_pairs(values.get("strategy_options") or [], "-S", strategy)
+    pairs |= flags.option_pairs(values.get("strategy_options") or [], "-S", strategy)
+    if words := values.get("launcher_options"):
+        if common.launcher is None:
+            raise UsageError(
+                f"-L {words[0]} is said of a launcher, and none is named. Add --launcher slurm, or leave it out."
+            )
+        pairs |= flags.option_pairs(words, "-L", settings.table_name("launchers", common.launcher))
+    return pairs
 
 
 def launcher_options(merged: settings.Settings, name: str, words: Sequence[str]) -> dict[str, GivenValue]:
@@ -58,8 +70,19 @@ def launcher_options(merged: settings.Settings, name: str, words: Sequence[str])
 
 
 def build(name: str, merged: settings.Settings) -> RunPlan:
-    """Make workload, backend and strategy. Raises `UsageError` or `ValidationError` for what they refuse."""
-    return around(name, _made("workloads", name, merged, setup_of(merged.common)), merged)
+    """Make workload, backend and strategy; of a run on nodes, what coordinates them. Raises `UsageError` or
+    `ValidationError` for what they refuse.
+    """
+    plan = around(name, _made("workloads", name, merged, setup_of(merged.common)), merged)
+    if merged.common.launcher is None:
+        if unused := next((key for key in ("nodes_min", "deadline") if key in merged.given), None):
+            raise UsageError(
+                f"{merged.origin(unused)} is said of a run on nodes. Add --launcher NAME, or leave it out."
+            )
+        return plan
+    from gpuinfer.cli.cluster_run import over_nodes
+
+    return over_nodes(name, plan, merged)
 
 
 def setup_of(common: settings.Common) -> Setup:

@@ -42,8 +42,17 @@ METAVARS = {
     "give_up": "S",
     "max_failures": "SHARE",
     "max_queue_rows": "N",
+    "launcher": "NAME",
+    "nodes_min": "N",
+    "deadline": "S",
 }
 """The common settings that are flags, and what stands for the value in the help."""
+
+OPTIONS_AFTER = {
+    "strategy": (("backend", "backends"), ("strategy", "strategies")),
+    "launcher": (("launcher", "launchers"),),
+}
+"""The common flags after which options of plugins stand, by their kinds."""
 
 Parameters = dict[str, inspect.Parameter]
 
@@ -58,6 +67,7 @@ def common_flags(max_failures: float = Workload.max_failures) -> Parameters:
         "device": _from("auto", "all", "cpu", "cuda"),
         "dtype": _from(*map(str, options.choices(fields["dtype"].annotation))),
         "track": _from("tensorboard=", "wandb", "mlflow"),
+        "launcher": _names("launchers"),
     }
     found: Parameters = {}
     for name, metavar in METAVARS.items():
@@ -75,19 +85,18 @@ def common_flags(max_failures: float = Workload.max_failures) -> Parameters:
             panel=EVERYWHERE,
             **({} if is_switch else {"autocompletion": offered.get(name)}),
         )
-        if name == "strategy":
-            for kind, plural in (("backend", "backends"), ("strategy", "strategies")):
-                key, short = f"{kind}_options", SHORTS[f"{kind}_options"]
-                text, complete = f"Option of the {kind}; repeatable.", _keys(plural)
-                found[key] = _parameter(
-                    key,
-                    list[str] | None,
-                    [short],
-                    text,
-                    metavar="KEY=VALUE",
-                    autocompletion=complete,
-                    panel=EVERYWHERE,
-                )
+        for kind, plural in OPTIONS_AFTER.get(name, ()):
+            key, short = f"{kind}_options", SHORTS[f"{kind}_options"]
+            text, complete = f"Option of the {kind}; repeatable.", _keys(plural)
+            found[key] = _parameter(
+                key,
+                list[str] | None,
+                [short],
+                text,
+                metavar="KEY=VALUE",
+                autocompletion=complete,
+                panel=EVERYWHERE,
+            )
     quiet = "No progress: only the result, and errors."
     verbose = "Say more; -vv shows tracebacks."
     config = _help("Settings file.", "./gpuinfer.toml, if any")

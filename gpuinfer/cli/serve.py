@@ -36,7 +36,7 @@ NAME, ROUTING = "serve", "routing"
 LAUNCHER = "local"  # by default
 COMMON = (
     *("backend", "strategy", "backend_options", "strategy_options", "device", "dtype", "seed", "trace"),
-    *("patience", "give_up", "max_queue_rows", "quiet", "verbose", "config"),
+    *("patience", "give_up", "max_queue_rows", "launcher", "quiet", "verbose", "config"),
 )
 TEXT = """Serve a model over HTTP, in OpenAI's words and in our own.
 
@@ -72,7 +72,7 @@ def execute(values: Mapping[str, Any]) -> int:
     output.refuse_shared(written, [*output.named_places(own.model_copy(update={"ready_file": None})), *config])
     _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
-    if own.launcher in (None, LAUNCHER):  # elsewhere other files may be there
+    if merged.common.launcher in (None, LAUNCHER):  # elsewhere other files may be there
         finds = registry.load("backends", described.backend).finds_models
         for name, model in described.models:
             with described.naming(name):
@@ -84,8 +84,8 @@ def execute(values: Mapping[str, Any]) -> int:
         log.info("%s", problem)
     place = place_of(own)
     routing_options = {key.removeprefix(f"{ROUTING}."): one for key, one in policy_pairs.items()}
-    if serve_flags_wanted(own, launcher_words, routing_options):
-        options = launcher_options(merged, own.launcher or LAUNCHER, launcher_words)
+    if serve_flags_wanted(own, merged.common.launcher, launcher_words, routing_options):
+        options = launcher_options(merged, merged.common.launcher or LAUNCHER, launcher_words)
         return _fleet(own, described, place, options, routing_options, merged.common)
     from gpuinfer.http import network
     from gpuinfer.serving.replica import ReplicaServer
@@ -122,7 +122,7 @@ def _fleet(
     from gpuinfer.launchers import base
     from gpuinfer.serving.telemetry.telemetry import open_telemetry
 
-    launcher = base.make_launcher(own.launcher or LAUNCHER, options)
+    launcher = base.make_launcher(common.launcher or LAUNCHER, options)
     telemetry = open_telemetry(own.otlp_endpoint, {"gen_ai.request.model": described.name})
     plan = plan_of(own, described, launcher, place.access(), routing_options, verbose=bool(common.verbose))
 

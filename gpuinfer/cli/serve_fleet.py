@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DONE, PARTIAL = 0, 3  # exit codes
 LEFT_S = 5.0  # for what was cancelled to end
 LOOK_S, LATE_S = 0.5, 3.0  # as `fleet.plan.HealthChecks` has them, which `gpuinfer --help` does not import
-MAKE_A_FLEET = ("replicas", "gpus", "min_replicas", "max_replicas", "launcher")
+MAKE_A_FLEET = ("replicas", "gpus", "min_replicas", "max_replicas")
 
 
 class ServeFleetOptions(ServeOptions):
@@ -39,11 +39,6 @@ class ServeFleetOptions(ServeOptions):
     replicas: int | None = Field(None, ge=1, le=512, description="so many copies of the model, behind a router")
     gpus: str | None = Field(
         None, description="one replica on each of so many devices, 4, of all, or of these: 0,2,4,6"
-    )
-    launcher: str | None = Field(
-        None,
-        description="where replicas run: local, slurm, ray, or a plugin's [local]",
-        json_schema_extra={"kind": "launchers"},
     )
     routing: str = Field(
         "least-loaded",
@@ -89,10 +84,10 @@ OF_A_FLEET = tuple(name for name in ServeFleetOptions.model_fields if name not i
 
 
 def serve_flags_wanted(
-    own: ServeFleetOptions, launcher_options: Sequence[str], routing_options: Mapping[str, Any]
+    own: ServeFleetOptions, launcher: str | None, launcher_options: Sequence[str], routing_options: Mapping[str, Any]
 ) -> bool:
     """Whether the flags ask for a fleet. Raises `UsageError` for those of a fleet's that would do nothing."""
-    if any(getattr(own, name) is not None for name in MAKE_A_FLEET):
+    if launcher is not None or any(getattr(own, name) is not None for name in MAKE_A_FLEET):
         return True
     idle = [f"--{name.replace('_', '-')}" for name in OF_A_FLEET if name in own.model_fields_set]
     if launcher_options:

@@ -42,7 +42,7 @@ class ClusterWorkload(Workload):
 
     def trial(self, setup: Setup, **changes: Any) -> None:
         """None: advice is not tried on a cluster."""
-        return None
+        return
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         yield Progress(0, note=f"starting {self._plan.nodes} nodes", setup=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import re
 import secrets
 import time
@@ -18,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from gpuinfer.api import Progress
 from gpuinfer.cluster import messages
-from gpuinfer.cluster.coordinator_core import CoordinatorCore, RangePolicy
+from gpuinfer.cluster.coordinator_core import CoordinatorCore
 from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
 from gpuinfer.cluster.node_figures import ClusterFigures
 from gpuinfer.cluster.node_processes import NodeProcesses, NodesPlan
+from gpuinfer.cluster.range_policy import RangePolicy
 from gpuinfer.config import registry
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
@@ -61,7 +63,7 @@ class NodeEntry:
         return f"node {which} ({self.hello.host})"
 
 
-class UnknownNode(Exception):  # noqa: N818
+class UnknownNode(Exception):
     """A request of a node that this run does not know, or has given up."""
 
 
@@ -75,7 +77,7 @@ class Coordinator:
         self, division: Division, job: Job, plan: NodesPlan, figures: ClusterFigures, policy: RangePolicy | None = None
     ) -> None:
         self._division, self._job, self._plan, self.figures = division, job, plan, figures
-        self._policy = policy or RangePolicy()
+        self._policy = policy or RangePolicy(nodes=plan.nodes, least=division.least)
         self._run = secrets.token_hex(8)
         self._nodes: dict[int, NodeEntry] = {}
         self._core: CoordinatorCore
@@ -90,7 +92,7 @@ class Coordinator:
         self._failed_nodes: list[str] = []
         self._before = 0
         self._opened = time.monotonic()
-        self.url = ""
+        self.address = ""
 
     # Beginning and end
 
@@ -100,14 +102,19 @@ class Coordinator:
             if_refused.push_async_callback(self._division.close, False)
             self._before = sum(stop - start for start, stop in kept)
             self._core = CoordinatorCore(self._policy, total=self._division.total, kept=kept)
-            self._job = messages.with_division(self._job, self._division)
-            if self._division.folder is not None:
-                await asyncio.to_thread(self._mark_folder, self._division.folder)
+            folder = self._division.folder
+            self._job = msgspec.structs.replace(
+                self._job,
+                settings=messages.plain(self._division.settings),
+                folder=None if folder is None else str(folder.absolute()),
+            )
+            if folder is not None:
+                await asyncio.to_thread(self._mark_folder, folder)
             self._processes.open()
             if_refused.push_async_callback(self._processes.close)
             await self._listen()
             if_refused.push_async_callback(self._server.close)
-            self._processes.start(self.url)
+            self._processes.start(self.address)
             self._closing = if_refused.pop_all()
         return self
 
@@ -152,8 +159,8 @@ class Coordinator:
         limits = HttpLimits(body_bytes=messages.RECORDS_BYTES, bodies_bytes=4 * messages.RECORDS_BYTES, body_s=600.0)
         self._server = HttpServer(routes, limits, quick=routes.quick)
         port = await self._server.listen(launcher.bind, port)
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        log.info("nodes reach the coordinator at %s", self.url)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
+        log.info("nodes reach the coordinator at %s", self.address)
 
     async def _until_left(self) -> None:
         """Wait until all nodes have sent what they have finished and left, for `LEAVE_S` at most."""
@@ -178,6 +185,7 @@ class Coordinator:
             if not self._stopping and (stopping.is_set() or (ends is not None and now > ends)):
                 if not stopping.is_set():
                     log.warning("the deadline is near: stopping, and keeping what is finished. --resume goes on.")
+                    stopping.set()
                 self._stopping = True
                 self._wake()
             if self._stopping:
@@ -195,16 +203,14 @@ class Coordinator:
         yield self.progress()
 
     def progress(self) -> Progress:
-        setup = not self._begun
-        note = f"{self._joined} of {self._plan.nodes} nodes have joined" if setup else ""
+        waiting = not self._begun and self._joined
         return self.figures.progress(
-            done=self._core.counts.kept,
+            self._core.counts.kept,
             total=self._division.total,
             unit=self._division.unit,
             before=self._before,
             facts=self._division.facts(),
-            note=note,
-            setup=setup,
+            note=f"{self._joined} of {self._plan.least} nodes have joined" if waiting else "",
         )
 
     @property
@@ -213,9 +219,9 @@ class Coordinator:
 
     def _look_for_lost(self, now: float) -> None:
         for lost in self._core.expire(now):
-            entry = self._nodes[lost.node]
+            entry = self._nodes[lost.number]
             entry.state, entry.reason = "lost", lost.reason
-            self.figures.gone(lost.node, lost.reason, now)
+            self.figures.gone(lost.number, now, lost.reason, lost=True)
             log.warning("%s is given up (%s): others compute what it had", entry.name, lost.reason)
             self._processes.lost(entry.hello.index)
             self._wake()
@@ -253,6 +259,7 @@ class Coordinator:
 
     def _handler(self, answer: Callable[[Exchange], Awaitable[bytes]]) -> Callable[[Exchange], Awaitable[None]]:
         async def handle(exchange: Exchange) -> None:
+            exchange.routine = True
             try:
                 exchange.respond(200, await answer(exchange), messages.MSGPACK)
             except UnknownNode as error:
@@ -270,8 +277,8 @@ class Coordinator:
         entry = NodeEntry(len(self._nodes), hello)
         if hello.gpuinfer != registry.own_version():
             raise UsageError(
-                f"{entry.name} runs gpuinfer {hello.gpuinfer}, and the coordinator {registry.own_version()}: records of "
-                "two versions must not be mixed. Install the same on all machines."
+                f"{entry.name} runs gpuinfer {hello.gpuinfer}, and the coordinator {registry.own_version()}: records "
+                "of two versions must not be mixed. Install the same on all machines."
             )
         if abs(ahead_s := hello.clock - time.time()) > CLOCK_S:
             log.warning(
@@ -286,11 +293,16 @@ class Coordinator:
                 self._leave(other, "left", "it was started again", now)
         self._nodes[entry.number] = entry
         self._core.join(entry.number, now, name=entry.name)
-        self.figures.joined(entry.number, entry.name, hello, now)
+        self.figures.joined(entry.number, hello.machine, now, index=hello.index, version=hello.gpuinfer)
         if not self._begun and self._joined >= self._plan.least:
             self._begun = True
         self._wake()
-        return messages.encode(Welcome(node=entry.number, run=self._run, clock=time.time(), job=self._job))
+        job = msgspec.structs.replace(
+            self._job,
+            total=self._division.total,
+            roofline=self._job.roofline and self.figures.measures_roofline(entry.number),
+        )
+        return messages.encode(Welcome(node=entry.number, run=self._run, clock=time.time(), job=job))
 
     async def _answer_exchange(self, exchange: Exchange) -> bytes:
         state: NodeState = messages.decode(exchange.body, NodeState)
@@ -299,7 +311,7 @@ class Coordinator:
             raise UnknownNode(f"{entry.name} was given up ({entry.reason or entry.state}). Start it again.")
         now = time.monotonic()
         entry.sees_folder = state.sees_folder
-        self._core.heard(entry.number, now, state.done, state.on_hand)
+        self._core.heard(entry.number, now, state.done, state.on_hand, state.parallel)
         for start, stop in state.released:
             self._core.released(entry.number, start, stop)
         if state.report is not None:
@@ -366,7 +378,6 @@ class Coordinator:
             self._core.not_kept(entry.number, start, stop)
             raise
         self._core.kept(entry.number, start, stop, now)
-        self.figures.kept(entry.number, stop - start, len(exchange.body), time.monotonic() - now)
         self._processes.worked(entry.hello.index)
         self._wake()
         return messages.encode(KeptReply(kept=True))
@@ -385,7 +396,7 @@ class Coordinator:
     def _leave(self, entry: NodeEntry, state: str, reason: str, now: float) -> None:
         entry.state, entry.reason = state, reason
         self._core.leave(entry.number, now)
-        self.figures.gone(entry.number, reason, now)
+        self.figures.gone(entry.number, now, reason)
         if state == "failed":
             log.warning("%s cannot take part: %s", entry.name, reason)
         self._wake()

@@ -284,9 +284,7 @@ class Node:
         self._left = True
         with contextlib.suppress(WorkError, UsageError):  # it is gone, or knows
             async with asyncio.timeout(ANSWER_S):
-                await self._client.post(
-                    messages.EXCHANGE, messages.encode(self._state(leaving=True, failure=failure))
-                )
+                await self._client.post(messages.EXCHANGE, messages.encode(self._state(leaving=True, failure=failure)))
 
     # Records
 

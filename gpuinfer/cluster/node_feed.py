@@ -16,7 +16,7 @@ WAITING_RANGES = 8  # of finished ranges that wait to be sent, before `room` wai
 
 @dataclass(eq=False)
 class Lease:
-    """A range that this node has. Units before `taken` are the workload's; `stop` moves down when units are released."""
+    """A range that this node has. Units before `taken` are the workload's; released units lower `stop`."""
 
     work: WorkRange
     taken: int

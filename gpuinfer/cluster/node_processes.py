@@ -67,10 +67,10 @@ class NodeProcesses:
         self._key_file = self._folder.write("cluster.key", f"{self.key}\n".encode())
         return self._key_file
 
-    def start(self, url: str) -> None:
+    def start(self, address: str) -> None:
         """Start all of them, as many at a time as the launcher takes."""
         turns = asyncio.Semaphore(self._plan.launcher.at_once)
-        self._tasks = [asyncio.create_task(self._hold(index, url, turns)) for index in range(self._plan.nodes)]
+        self._tasks = [asyncio.create_task(self._hold(index, address, turns)) for index in range(self._plan.nodes)]
 
     def worked(self, index: int | None) -> None:
         """This one has done something: a start that fails is its first again."""
@@ -90,7 +90,7 @@ class NodeProcesses:
         process = self._processes.get(index) if index is not None else None
         return None if process is None else process.log
 
-    async def _hold(self, index: int, url: str, turns: asyncio.Semaphore) -> None:
+    async def _hold(self, index: int, address: str, turns: asyncio.Semaphore) -> None:
         """One node, started again as long as that may help."""
         attempt = failures = 0
         while True:
@@ -98,9 +98,9 @@ class NodeProcesses:
             self._lost.discard(index)
             try:
                 async with turns:
-                    process = await self._plan.launcher.launch(self._process_plan(index, attempt, url))
+                    process = await self._plan.launcher.launch(self._process_plan(index, attempt, address))
                 self._processes[index] = process
-                while process.alive and index not in self._lost:
+                while process.alive and index not in self._lost:  # noqa: ASYNC110 (launchers have no event for it)
                     await asyncio.sleep(LOOK_S)
                 why: Exception = process.failure("ended" if not process.alive else "gave no sign of life")
                 await process.kill()
@@ -125,11 +125,11 @@ class NodeProcesses:
         else:
             log.warning("node %d is given up, and the others go on: %s", index, why)
 
-    def _process_plan(self, index: int, attempt: int, url: str) -> ProcessPlan:
+    def _process_plan(self, index: int, attempt: int, address: str) -> ProcessPlan:
         folder, plan = self._folder, self._plan
         if folder is None:
             raise UsageError("the nodes' folder is not open. Call open() first.")
-        words = ["node", url, "--key-file", str(self._key_file), "--index", str(index), "--attempt", str(attempt)]
+        words = ["node", address, "--key-file", str(self._key_file), "--index", str(index), "--attempt", str(attempt)]
         words += ["-v"] * plan.verbose
         threads, devices = None, None
         if plan.launcher.here:
@@ -150,13 +150,14 @@ class NodeProcesses:
             attempt=attempt,
             logs=plan.logs,
             serves=False,
+            dials=address,
         )
 
     async def close(self) -> None:
         """End all of them: those that have not ended by themselves within some seconds are killed."""
         self._closing = True
         until = time.monotonic() + LEAVE_S
-        while any(one.alive for one in self._processes.values()) and time.monotonic() < until:
+        while any(one.alive for one in self._processes.values()) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S / 10)
         for task in self._tasks:
             task.cancel()

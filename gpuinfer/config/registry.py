@@ -112,6 +112,7 @@ COMMANDS = (
     "chat",
     "serve",
     "fleet",
+    "node",
     "bench",
     "tune",
     "verify",
@@ -129,7 +130,7 @@ COMMANDS = (
 SETTINGS = (
     "backend", "fallback", "strategy", "device", "dtype", "seed", "json", "trace", "profile", "profile_seconds",
     "track", "live", "quiet", "verbose", "roofline", "trial", "patience", "give_up", "max_failures", "max_queue_rows",
-    "disabled_plugins", "backends", "strategies", "launchers",
+    "launcher", "nodes_min", "deadline", "disabled_plugins", "backends", "strategies", "launchers",
 )  # fmt: skip
 """Names that a workload cannot have: it would be a command, a table of the settings and a prefix of variables."""
 

@@ -101,6 +101,20 @@ class Common(BaseModel):
     trial: bool | None = Field(
         None, description="try the advice at the run's end, for 15 % of its time at most; none: on a terminal"
     )
+    launcher: str | None = Field(
+        None,
+        description="what starts the nodes of a run, or a server's replicas: local, ssh, slurm, ray, or a plugin's; "
+        "none: one process here, or replicas of local",
+    )
+    nodes_min: int = Field(
+        1, ge=1, le=100_000, description="nodes that must be there, before and while the run goes on"
+    )
+    deadline: float | None = Field(
+        None,
+        gt=0,
+        le=1e8,
+        description="after which a run on nodes stops in time, to be resumed, as 8h; none: never",
+    )
     disabled_plugins: list[str] = Field([], description="packages, or plugins such as backends.echo, not to use")
 
     @property

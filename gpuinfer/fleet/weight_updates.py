@@ -13,9 +13,8 @@ from typing import Any
 import msgspec
 
 from gpuinfer.errors import BackendDied, UsageError
-from gpuinfer.http.client import error_words
 from gpuinfer.fleet.worker import Worker
-from gpuinfer.http.client import HttpClient
+from gpuinfer.http.client import HttpClient, error_words
 from gpuinfer.text.text_options import FIRST_VERSION
 
 ANSWER_S = 3600.0  # weights are read from disks that may be slow, and answers under way may have to end
