@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 FACADES: dict[str, set[str]] = {
     "backends": {"fallback", "inprocess", "service_model", "vllm_engine.list_constraints"},
     "central": {"async_client", "connection", "protocol", "server", "server_process"},
+    "cluster": {"cluster_backend", "cluster_workload", "messages", "node", "node_processes"},
     "cli": {"screen.display", "screen.final_panel"},
-    "cluster": set(),
     "config": {
         "blame",
         "foreign_names",
@@ -45,6 +45,7 @@ FACADES: dict[str, set[str]] = {
         "watchdog",
     },
     "fleet": {
+        "folder",
         "haproxy",
         "owned_fleet",
         "plan",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ def over_nodes(name: str, plan: RunPlan, merged: Settings) -> RunPlan:
     """The same run, coordinated here and computed by nodes. Raises `UsageError` for what cannot be divided."""
     from gpuinfer.cluster.cluster_backend import ClusterBackend
     from gpuinfer.cluster.cluster_workload import ClusterWorkload
-    from gpuinfer.cluster.node_figures import ClusterFigures
     from gpuinfer.runtime.run import RunPlan
 
     for flag, given in (("--trace", merged.common.trace), ("--profile", merged.common.profile)):
@@ -45,9 +43,8 @@ def over_nodes(name: str, plan: RunPlan, merged: Settings) -> RunPlan:
     with blame.blaming(plan.workload, "division"):
         division = plan.workload.division()
     nodes = nodes_plan(merged)
-    figures = ClusterFigures(time.monotonic())
-    workload = ClusterWorkload(plan.workload, division, job_of(name, plan, merged), nodes, figures)
-    backend = ClusterBackend(replace(plan.backend.setup, trace=None), figures)
+    workload = ClusterWorkload(plan.workload, division, job_of(name, plan, merged), nodes)
+    backend = ClusterBackend(replace(plan.backend.setup, trace=None), workload.figures)
     return RunPlan(workload, backend, plan.strategy, plan.settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +17,9 @@ from gpuinfer.division import Division
 class ClusterWorkload(Workload):
     """Follows the coordinator of this division. `inner`: the workload that nodes run."""
 
-    def __init__(self, inner: Workload, division: Division, job: Job, plan: NodesPlan, figures: ClusterFigures) -> None:
+    def __init__(self, inner: Workload, division: Division, job: Job, plan: NodesPlan) -> None:
         self.inner, self._division, self._job, self._plan = inner, division, job, plan
-        self.figures = figures
+        self.figures = ClusterFigures(time.monotonic())
         self.setup, self.options = inner.setup, inner.options
         self.goes_on_by, self.writes_to = inner.goes_on_by, inner.writes_to  # type: ignore[misc]
         self.writes_answers, self.max_failures = inner.writes_answers, inner.max_failures  # type: ignore[misc]

@@ -219,9 +219,9 @@ class Coordinator:
 
     def _look_for_lost(self, now: float) -> None:
         for lost in self._core.expire(now):
-            entry = self._nodes[lost.number]
+            entry = self._nodes[lost.node]
             entry.state, entry.reason = "lost", lost.reason
-            self.figures.gone(lost.number, now, lost.reason, lost=True)
+            self.figures.gone(lost.node, now, lost.reason, lost=True)
             log.warning("%s is given up (%s): others compute what it had", entry.name, lost.reason)
             self._processes.lost(entry.hello.index)
             self._wake()

@@ -94,7 +94,7 @@ class NodeState:
     def observe(self, now: float, done: int, on_hand: int) -> None:
         """What it says of itself. Its rate is measured while there is enough work for it: not at the end."""
         gained = max(0, done - self.done)
-        if self.holds and not (self.starved and self.rate.per_s):
+        if (self.holds or gained) and not (self.starved and self.rate.per_s):  # records may come before its word
             self.rate.observe(gained, max(0.0, now - self.heard_at))
         if gained:
             self.longest_gap_s = max(now - self.progress_at, self.longest_gap_s * GAP_MEMORY)
