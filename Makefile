@@ -61,7 +61,7 @@ real: $(READY)
 debian = dpkg -s $(1) >/dev/null 2>&1 || { apt-get -qq update; \
 	DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(1) >/dev/null; }
 
-DEBIAN := caddy chromium curl haproxy munge nginx prometheus slurm-wlm
+DEBIAN := caddy chromium curl haproxy munge nginx openssh-server prometheus slurm-wlm
 system: $(READY)
 	$(call debian,$(DEBIAN))
 	$(BIN)/python -m pytest -m "system and not soak and not gpu and not vllm and not docs and not binary and not dist and not real" tests plugins

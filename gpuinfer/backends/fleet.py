@@ -247,7 +247,7 @@ class FleetBackend(FleetRemote):
         retry: float = Field(30.0, ge=0, le=3600, description="seconds for which a server that is gone is asked again")
         replicas: int = Field(1, ge=1, le=1024, description="replicas that are started")
         gpus: str | None = Field(None, description="their devices: how many, as 4, all, or which, as 0,2,4,6")
-        launcher: str = Field("local", description="where they run: local, slurm, ray, or a plugin's")
+        launcher: str = Field("local", description="where they run: local, ssh, slurm, ray, or a plugin's")
         launcher_options: dict[str, str] = Field({}, description='of the launcher, as {"partition": "long"}')
         routing: str = Field("least-loaded", description="how the router chooses: see gpuinfer serve")
         router_processes: int = Field(1, ge=1, le=64, description="processes of the router")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -90,7 +91,7 @@ class LaunchedProcess(ABC):
         """How it ended, such as `exit code 1`; empty while it runs, and where that is not known."""
         return ""
 
-    def last_words(self) -> str:
+    def last_words(self, lines: int = SHOWN) -> str:
         """The last lines of its log, for people; empty when it said nothing. Of a log that somebody has cut shorter
         since, all is its own.
         """
@@ -101,7 +102,7 @@ class LaunchedProcess(ABC):
                 said = file.read(READ).decode("utf-8", "replace")
         except OSError:
             return ""
-        return "\n".join([line.strip()[:LINE] for line in said.splitlines() if line.strip()][-SHOWN:])
+        return "\n".join([line.strip()[:LINE] for line in said.splitlines() if line.strip()][-lines:])
 
     def failure(self, why: str) -> WorkError:
         """It never came up: with what it said last and where there is more."""
@@ -189,6 +190,14 @@ def make_launcher(name: str, given: Mapping[str, GivenValue]) -> Launcher:
     launcher = kind(kind.Options(**options.check(kind.Options, given, f"launcher '{name}'")))
     launcher.check()
     return launcher
+
+
+def ending_of(code: int) -> str:
+    """How a process has ended, for people; a negative code is the signal that ended it."""
+    try:
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    except ValueError:  # a real-time one
+        return f"signal {-code}"
 
 
 NOWHERE = ("192.0.2.1", 9)  # of the network for documentation (RFC 5737): the default route leads there

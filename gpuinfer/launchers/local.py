@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -92,12 +91,7 @@ class LocalProcess(LaunchedProcess):
     @property
     def ending(self) -> str:
         code = self._process.poll()
-        if code is None:
-            return ""
-        try:
-            return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        except ValueError:  # a real-time one
-            return f"signal {-code}"
+        return "" if code is None else base.ending_of(code)
 
     async def terminate(self, within_s: float) -> None:
         if self.alive:
