@@ -120,15 +120,16 @@ class Coordinator:
 
     async def __aexit__(self, *error: object) -> None:
         """Nodes that are still there are ended; what is kept is on the disk."""
-        complete = error[0] is None and self._core.over
+        broken = error[0] is not None
         async with contextlib.AsyncExitStack() as closing:
-            closing.push_async_callback(self._division.close, complete)
+            closing.push_async_callback(self._division.close, not broken and self._core.over)
             closing.callback(self._unmark_folder)
             closing.push_async_callback(self._server.close)
-            closing.push_async_callback(self._processes.close)
+            closing.push_async_callback(self._processes.close, broken)
             self._over = True
             self._wake()
-            await self._until_left()
+            if not broken:
+                await self._until_left()
 
     def _mark_folder(self, folder: Path) -> None:
         """For nodes to see that it is this folder that they see."""
@@ -264,7 +265,7 @@ class Coordinator:
                 exchange.respond(200, await answer(exchange), messages.MSGPACK)
             except UnknownNode as error:
                 exchange.refuse(410, str(error))
-            except UsageError as error:
+            except UsageError as error:  # another version of gpuinfer, or no node at all
                 exchange.refuse(409, str(error))
             except WorkError as error:
                 self._fail(error)
@@ -276,10 +277,12 @@ class Coordinator:
         hello: Hello = messages.decode(exchange.body, Hello)
         entry = NodeEntry(len(self._nodes), hello)
         if hello.gpuinfer != registry.own_version():
-            raise UsageError(
+            why = UsageError(
                 f"{entry.name} runs gpuinfer {hello.gpuinfer}, and the coordinator {registry.own_version()}: records "
                 "of two versions must not be mixed. Install the same on all machines."
             )
+            self._processes.refused(hello.index, why)
+            raise why
         if abs(ahead_s := hello.clock - time.time()) > CLOCK_S:
             log.warning(
                 "the clock of %s is %.0f s %s: times in its log differ from these. Set it (chrony, NTP).",
@@ -320,6 +323,8 @@ class Coordinator:
             self._processes.worked(entry.hello.index)
         if state.leaving:
             self._leave(entry, "failed" if state.failure else "left", state.failure, now)
+            if state.refuses:
+                self._processes.refused(entry.hello.index, UsageError(f"{entry.name}: {state.failure}"))
             return messages.encode(CoordinatorReply(over=True))
         return messages.encode(await self._reply(entry, state))
 
@@ -389,6 +394,8 @@ class Coordinator:
         return folder / messages.RANGES_FOLDER / name
 
     def _entry(self, node: int, run: str) -> NodeEntry:
+        if self._failure is not None:
+            raise UnknownNode("the run has failed: see what the coordinator says.")
         if run != self._run or node not in self._nodes:
             raise UnknownNode("this coordinator has another run than the one that this node joined. Start it again.")
         return self._nodes[node]

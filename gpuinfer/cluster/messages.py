@@ -78,6 +78,7 @@ class NodeState(Struct, kw_only=True):
     sees_folder: bool = False
     leaving: bool = False
     failure: str = ""  # why it leaves, where it cannot go on
+    refuses: bool = False  # it could not either if it was started again
     report: NodeReport | None = None
 
 

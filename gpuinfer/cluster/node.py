@@ -25,7 +25,7 @@ from gpuinfer.cluster.node_feed import FinishedRange, NodeFeed
 from gpuinfer.cluster.node_figures import NodeMachine
 from gpuinfer.cluster.node_meter import NodeMeter
 from gpuinfer.config import blame, registry
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host import error_text, event_loop
 from gpuinfer.host.files import differences, put_whole
 from gpuinfer.http.client import ClientError, HttpClient, HttpResponse, error_words
@@ -166,7 +166,8 @@ class Node:
         try:
             await self._run(self._welcome.job)
         except BaseException as error:
-            await self._leave(error_text.full_message(error) if isinstance(error, Exception) else "it was ended")
+            why = _in_words(error)
+            await self._leave(why, isinstance(error, UsageError))
             raise
         await self._leave()
 
@@ -278,13 +279,15 @@ class Node:
             self._feed.end()
         return bool(reply.ranges or reply.release)
 
-    async def _leave(self, failure: str = "") -> None:
+    async def _leave(self, failure: str = "", refuses: bool = False) -> None:
         if self._left:
             return
         self._left = True
         with contextlib.suppress(WorkError, UsageError):  # it is gone, or knows
             async with asyncio.timeout(ANSWER_S):
-                await self._client.post(messages.EXCHANGE, messages.encode(self._state(leaving=True, failure=failure)))
+                await self._client.post(
+                    messages.EXCHANGE, messages.encode(self._state(leaving=True, failure=failure, refuses=refuses))
+                )
 
     # Records
 
@@ -340,3 +343,10 @@ def run_node(url: str, key: str, patience_s: float, index: int | None = None, at
             await client.close()
 
     return event_loop.run(run())
+
+
+def _in_words(error: BaseException) -> str:
+    """Why a node leaves, for the coordinator's people."""
+    if isinstance(error, GpuinferError):
+        return error_text.safe_str(error)
+    return error_text.full_message(error) if isinstance(error, Exception) else "it was ended"

@@ -51,6 +51,7 @@ class NodeProcesses:
         self._processes: dict[int, LaunchedProcess] = {}
         self._worked: set[int] = set()  # those that have done something since they were started
         self._lost: set[int] = set()  # those that are to be ended and started again
+        self._refused: dict[int, UsageError] = {}  # by the coordinator, or by what it is to do
         self._given_up: dict[int, Exception] = {}
         self._closing = False
         self.restarts = 0
@@ -82,6 +83,11 @@ class NodeProcesses:
         if index is not None:
             self._lost.add(index)
 
+    def refused(self, index: int | None, why: UsageError) -> None:
+        """This one cannot take part, and would not be able to if it was started again."""
+        if index is not None:
+            self._refused[index] = why
+
     def alive(self) -> int:
         """How many run, or may come up yet."""
         return len(self._tasks) - len(self._given_up)
@@ -104,6 +110,7 @@ class NodeProcesses:
                     await asyncio.sleep(LOOK_S)
                 why: Exception = process.failure("ended" if not process.alive else "gave no sign of life")
                 await process.kill()
+                why = self._refused.get(index, why)
             except (WorkError, UsageError) as error:
                 why = error
             failures = 1 if index in self._worked else failures + 1
@@ -153,17 +160,18 @@ class NodeProcesses:
             dials=address,
         )
 
-    async def close(self) -> None:
-        """End all of them: those that have not ended by themselves within some seconds are killed."""
+    async def close(self, at_once: bool = False) -> None:
+        """End all of them: they have some seconds to end by themselves, unless `at_once`."""
         self._closing = True
-        until = time.monotonic() + LEAVE_S
+        until = time.monotonic() + (0.0 if at_once else LEAVE_S)
         while any(one.alive for one in self._processes.values()) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S / 10)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LEAVE_S)
-        ending = [one.terminate(LEAVE_S) if one.alive else one.kill() for one in self._processes.values()]
+        within_s = LEAVE_S / 5 if at_once else LEAVE_S
+        ending = [one.terminate(within_s) if one.alive else one.kill() for one in self._processes.values()]
         await asyncio.gather(*ending, return_exceptions=True)
         await self._plan.launcher.close()
         if self._folder is not None:

@@ -1,0 +1,300 @@
+"""The coordinator's requests, one by one, without a process of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from cluster.numbers_workload import NumbersDivision
+from gpuinfer.api import Setup
+from gpuinfer.cluster import messages
+from gpuinfer.cluster.coordinator import Coordinator
+from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
+from gpuinfer.cluster.node_figures import ClusterFigures, NodeMachine, NodeReport
+from gpuinfer.cluster.node_processes import NodesPlan
+from gpuinfer.config import registry
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.http.client import HttpClient, error_words
+from gpuinfer.launchers.base import Launcher
+
+JOB = Job(
+    workload="numbers",
+    options={},
+    setup=Setup(),
+    backend="inprocess",
+    backend_options={},
+    strategy="dynamic",
+    strategy_options={},
+)
+
+
+class NoLauncher(Launcher):
+    name = "nowhere"
+
+    async def launch(self, plan):
+        await asyncio.sleep(3600)
+
+
+class FakeNode:
+    """Says what a node says, as the test has it."""
+
+    def __init__(self, coordinator, key=None):
+        bearer = [("Authorization", f"Bearer {key or coordinator._processes.key}")]
+        self.client = HttpClient(f"http://{coordinator.address}", headers=bearer, timeout_s=30)
+        self.number, self.run, self.done = -1, "", 0
+
+    async def post(self, path, message, kind):
+        response = await self.client.request("POST", path, message)
+        return response.status, (
+            messages.decode(response.body, kind)
+            if response.status == 200
+            else error_words(response.status, response.body)
+        )
+
+    async def join(self, version=None, index=None, clock=None):
+        hello = Hello(
+            gpuinfer=version or registry.own_version(),
+            host="here",
+            pid=1,
+            clock=time.time() if clock is None else clock,
+            machine=NodeMachine(host="here", cores=1),
+            index=index,
+        )
+        status, welcome = await self.post(messages.JOIN, messages.encode(hello), Welcome)
+        if status == 200:
+            self.number, self.run = welcome.node, welcome.run
+        return status, welcome
+
+    async def exchange(self, on_hand=0, **more):
+        state = NodeState(node=self.number, run=self.run, done=self.done, on_hand=on_hand, **more)
+        return await self.post(messages.EXCHANGE, messages.encode(state), CoordinatorReply)
+
+    async def send(self, start, stop, more=""):
+        path = f"{messages.RECORDS}?node={self.number}&run={self.run}&start={start}&stop={stop}{more}"
+        records = b"".join(b"%d\n" % number for number in range(start, stop))
+        status, reply = await self.post(path, b"" if more else records, KeptReply)
+        if status == 200 and reply.kept:
+            self.done += stop - start
+        return status, reply
+
+
+@contextlib.asynccontextmanager
+async def coordinated(tmp_path, total=100, **changes):
+    plan = {"nodes": 1, **{name: changes.pop(name) for name in ("least", "deadline_s") if name in changes}}
+    division = NumbersDivision(total, tmp_path / "out", **changes)
+    figures = ClusterFigures(time.monotonic())
+    async with Coordinator(division, JOB, NodesPlan(NoLauncher(), **plan), figures) as coordinator:
+        node = FakeNode(coordinator)
+        try:
+            yield coordinator, node
+        finally:
+            with contextlib.suppress(Exception):
+                await node.exchange(leaving=True)
+            await node.client.close()
+
+
+async def followed(coordinator, stopping=None):
+    return [one async for one in coordinator.follow(stopping or asyncio.Event())]
+
+
+def test_a_node_computes_all(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (coordinator, node):
+            following = asyncio.create_task(followed(coordinator))
+            _, welcome = await node.join()
+            assert welcome.job.settings == {"multiplied_by": 1}
+            assert welcome.job.folder == str(tmp_path / "out")
+            while True:
+                _, reply = await node.exchange()
+                if reply.over:
+                    break
+                for work in reply.ranges:
+                    assert await node.send(work.start, work.stop) == (200, KeptReply(kept=True))
+            last = (await following)[-1]
+            assert (last.done, last.total, last.unit) == (100, 100, "numbers")
+
+    asyncio.run(main())
+    assert (tmp_path / "out" / "all.txt").read_text().split() == [str(number) for number in range(100)]
+    assert not (tmp_path / "out" / messages.RANGES_FOLDER).exists()
+
+
+def test_records_that_came_before_do_not_count_again(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            await node.join()
+            _, reply = await node.exchange(parallel=10)
+            work = reply.ranges[0]
+            middle = work.start + 3
+            assert (await node.send(work.start, middle))[1] == KeptReply(kept=True)
+            assert (await node.send(work.start, middle))[1] == KeptReply(kept=False)
+            # of a range that is kept in part, the rest may be sent alone
+            assert (await node.send(work.start, work.stop))[1] == KeptReply(kept=False, missing=((middle, work.stop),))
+            assert (await node.send(middle, work.stop))[1] == KeptReply(kept=True)
+
+    asyncio.run(main())
+
+
+def test_another_version_is_refused_with_the_cure(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            status, why = await node.join(version="99.1")
+            assert status == 409
+            assert "runs gpuinfer 99.1" in why
+            assert why.endswith("Install the same on all machines.")
+
+    asyncio.run(main())
+
+
+def test_a_clock_that_differs_is_named(tmp_path, caplog):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            assert (await node.join(clock=time.time() - 60))[0] == 200
+
+    asyncio.run(main())
+    assert "60 s behind" in caplog.text
+
+
+def test_without_the_key_nobody_joins(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (coordinator, _):
+            stranger = FakeNode(coordinator, key="guessed")
+            status, _ = await stranger.join()
+            await stranger.client.close()
+            assert status == 401
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["../all.txt", "000000000000-000000000010.node-0/..", "all.txt", "%2e%2e%2fx"])
+def test_a_file_outside_the_folder_of_ranges_is_no_record(tmp_path, name):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            await node.join()
+            _, reply = await node.exchange()
+            status, why = await node.send(0, reply.ranges[0].stop, f"&file={name}")
+            assert status == 409
+            assert "no file of a range" in why
+
+    asyncio.run(main())
+
+
+def test_a_file_that_is_not_seen_is_to_be_sent(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            await node.join()
+            _, reply = await node.exchange()
+            stop = reply.ranges[0].stop
+            absent = f"&file=000000000000-{stop:012d}.node-0"
+            assert (await node.send(0, stop, absent))[1] == KeptReply(kept=False, seen=False)
+            assert (await node.send(0, stop))[1] == KeptReply(kept=True)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_leaves_gives_back_what_it_had(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (coordinator, node):
+            await node.join()
+            _, reply = await node.exchange()
+            await node.exchange(leaving=True)
+            assert (await node.exchange())[0] == 410
+            other = FakeNode(coordinator)
+            await other.join()
+            _, again = await other.exchange()
+            assert again.ranges[0].start == reply.ranges[0].start
+            await other.exchange(leaving=True)
+            await other.client.close()
+
+    asyncio.run(main())
+
+
+def test_a_node_of_another_run_is_not_known(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            await node.join()
+            node.run = "another"
+            status, why = await node.exchange()
+            assert status == 410
+            assert "another run" in why
+
+    asyncio.run(main())
+
+
+def test_the_run_waits_until_enough_nodes_have_joined(tmp_path):
+    async def main():
+        async with coordinated(tmp_path, least=2) as (coordinator, node):
+            await node.join()
+            _, reply = await node.exchange()
+            assert reply.ranges == ()
+            other = FakeNode(coordinator)
+            await other.join()
+            assert (await node.exchange())[1].ranges
+            await other.exchange(leaving=True)
+            await other.client.close()
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_was_kept(tmp_path):
+    async def main():
+        async with coordinated(tmp_path, full_at=1) as (coordinator, node):
+            following = asyncio.create_task(followed(coordinator))
+            await node.join()
+            _, reply = await node.exchange()
+            work = reply.ranges[0]
+            await node.send(work.start, work.start + 1)
+            assert (await node.send(work.start + 1, work.stop))[0] == 500
+            assert (await node.exchange())[0] == 410
+            with pytest.raises(WorkError, match="disk is full"):
+                await following
+            raise WorkError("the test's own way out")
+
+    with pytest.raises(WorkError, match="the test's own way out"):
+        asyncio.run(main())
+    assert [one.name for one in (tmp_path / "out").glob("*.part")] == ["000000000-000000001.part"]
+
+
+def test_a_deadline_stops_the_run_in_time(tmp_path):
+    async def main():
+        stopping = asyncio.Event()
+        async with coordinated(tmp_path, deadline_s=0.001) as (coordinator, node):
+            await node.join()
+            following = asyncio.create_task(followed(coordinator, stopping))
+            while not (reply := (await node.exchange())[1]).stop:
+                pass
+            assert reply.ranges == ()
+            await node.exchange(leaving=True)
+            await following
+        assert stopping.is_set()
+
+    asyncio.run(main())
+
+
+def test_what_a_node_counted_stays_when_it_dies(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (coordinator, node):
+            await node.join(index=0)
+            await node.exchange(report=NodeReport(done=5, counts={"numbers": 5.0}, setup=False))
+            again = FakeNode(coordinator)
+            await again.join(index=0)  # started again before anyone has noticed
+            assert (await node.exchange())[0] == 410
+            await again.exchange(report=NodeReport(done=2, counts={"numbers": 2.0}, setup=False))
+            assert coordinator.figures.accounts["0"].counts["numbers"] == 7
+            await again.exchange(leaving=True)
+            await again.client.close()
+
+    asyncio.run(main())
+
+
+def test_an_address_that_is_none_is_refused(tmp_path):
+    async def main():
+        division = NumbersDivision(5, tmp_path / "out")
+        plan = NodesPlan(NoLauncher(), 1, address="host:port")
+        async with Coordinator(division, JOB, plan, ClusterFigures(0.0)):
+            pass
+
+    with pytest.raises(UsageError, match=r"-L coordinator=host:port: .* Write HOST or HOST:PORT"):
+        asyncio.run(main())
