@@ -150,8 +150,8 @@ class CoordinatorCore:
                 continue
             elif not state.rate.per_s and quiet > policy.first_unit_s:
                 found.append(self._lose(state, "hung", f"it has not finished one unit in {quiet:.0f} s"))
-            elif state.rate.per_s and quiet > max(policy.hung_least_s, policy.hung_times * state.latency_s):
-                usual = f"though it took {state.latency_s:.3g} s before"
+            elif state.rate.per_s and quiet > max(policy.hung_least_s, policy.hung_times * state.unit_s):
+                usual = f"though one took {state.unit_s:.3g} s before"
                 found.append(self._lose(state, "hung", f"no unit finished for {quiet:.0f} s, {usual}"))
         return found
 
@@ -394,7 +394,7 @@ class CoordinatorCore:
         if now - state.heard_at > policy.silent_s:
             return True
         margin = 2 * policy.exchange_s
-        if state.rate.per_s and now - state.progress_at > policy.backup_times * state.latency_s + margin:
+        if state.rate.per_s and now - state.progress_at > policy.backup_times * state.unit_s + margin:
             return True
         usual_s = self._parallel / self._rates if self._rated else float("inf")
         return state.unfinished / self._speed(state, now) > policy.backup_times * usual_s + margin

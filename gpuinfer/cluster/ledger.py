@@ -57,7 +57,12 @@ class IntervalSet:
 
     def overlap(self, start: int, stop: int) -> int:
         """How many of these units are in it."""
-        return sum(end - begin for begin, end in self.within(start, stop))
+        if start >= stop or not self.units:
+            return 0
+        first, last = bisect_right(self._edges, start), bisect_left(self._edges, stop)
+        if first == last:  # no edge between
+            return (stop - start) * (first % 2)
+        return sum(end - begin for begin, end in self._between(start, stop, inside=1))
 
     def within(self, start: int, stop: int) -> list[Interval]:
         """The maximal intervals of those of these units that are in it."""

@@ -60,12 +60,14 @@ class NodeState:
     presence: Presence = "here"
     rate: Rate = field(default_factory=Rate)
     longest_gap_s: float = 0.0  # between two units that were finished
+    unit_s: float = 0.0  # that a unit takes, by Little's law, or between two if that is longer; as of the last one
     done: int = 0  # units finished, as it says
     on_hand: int = 0  # units that it has not begun, as it said, and those given since
     given: int = 0  # units given to it, less those that it gave back
     reading: int = 0  # units that the driver reads for it
     to_release: int = 0  # units that it should give back, said at its next exchange
     releasing: int = 0  # said, and not answered yet
+    busy: bool = False  # had work at some time since it was heard of
     starved: bool = False  # wanted more, and there was nothing
     holds: RangeSet = field(default_factory=RangeSet)
     leases: list[Lease] = field(default_factory=list)
@@ -85,19 +87,16 @@ class NodeState:
         """Units given to it that it has not finished."""
         return max(0, self.given - self.done)
 
-    @property
-    def latency_s(self) -> float:
-        """Seconds a unit takes, by Little's law, or between two units if that is longer. 0: nothing is known yet."""
-        per_s = self.rate.per_s
-        return max(self.longest_gap_s, self.parallel / per_s) if per_s else 0.0
-
     def observe(self, now: float, done: int, on_hand: int) -> None:
         """What it says of itself. Its rate is measured while there is enough work for it: not at the end."""
         gained = max(0, done - self.done)
-        if (self.holds or gained) and not (self.starved and self.rate.per_s):  # records may come before its word
+        if self.busy and not (self.starved and self.rate.per_s):
             self.rate.observe(gained, max(0.0, now - self.heard_at))
+        self.busy = bool(self.holds)
         if gained:
             self.longest_gap_s = max(now - self.progress_at, self.longest_gap_s * GAP_MEMORY)
+            per_s = self.rate.per_s
+            self.unit_s = max(self.longest_gap_s, self.parallel / per_s if per_s else 0.0)
         if gained or not self.holds:
             self.progress_at = now
         self.heard_at, self.done, self.on_hand, self.releasing = now, max(done, self.done), on_hand, 0
@@ -110,7 +109,7 @@ class NodeState:
         self.leases.append(Lease(work.start, work.stop, now, len(work)))
         self.given += len(work)
         self.on_hand += len(work)
-        self.starved = False
+        self.busy, self.starved = True, False
 
     def cut(self, start: int, stop: int, now: float | None = None) -> list[WorkRange]:
         """It holds these units no more: what it had held of them. `now`: they are kept, and leases may be through."""
