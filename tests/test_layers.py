@@ -14,7 +14,16 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 FACADES: dict[str, set[str]] = {
     "backends": {"fallback", "inprocess", "service_model", "vllm_engine.list_constraints"},
     "central": {"async_client", "connection", "protocol", "server", "server_process"},
-    "cluster": {"cluster_backend", "cluster_workload", "messages", "node", "node_processes"},
+    "cluster": {
+        "cluster_backend",
+        "cluster_workload",
+        "coordinator_core",
+        "ledger",
+        "messages",
+        "node",
+        "node_processes",
+        "range_policy",
+    },
     "cli": {"screen.display", "screen.final_panel"},
     "config": {
         "blame",
