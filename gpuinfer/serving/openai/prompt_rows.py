@@ -51,6 +51,7 @@ class ParsedRow(Struct, kw_only=True, gc=False):
     openai: str | None = None  # completion or chat, for a request of the batch format
     model: str | None = None  # that answers it, of several; or that a batch request named
     metadata: dict[str, Any] | None = None
+    raw: Content = b""  # as it stands in the input
 
 
 class PromptRowReader:
@@ -72,7 +73,7 @@ class PromptRowReader:
             why = f"the row cannot be used ({error_text.full_message(error)}). Write it with plain values."
             odd = content if isinstance(content, bytes) else content.content
             asked = ParsedRow(error=BadRequest(why), content=b"unusable" + odd)
-        asked.line = line
+        asked.line, asked.raw = line, content
         return asked
 
     def _read(self, piece: Content) -> ParsedRow:

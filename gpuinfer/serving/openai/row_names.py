@@ -17,6 +17,7 @@ from gpuinfer.errors import GpuinferError
 from gpuinfer.generation import Prompt
 from gpuinfer.serving.openai.prompt_rows import ParsedRow
 from gpuinfer.serving.openai.requests import BadRequest
+from gpuinfer.serving.openai.row_splitter import Content
 
 KEY_BYTES = 12
 RECENT = 8192  # keys in the dict
@@ -105,6 +106,26 @@ class NamedRow(Struct, kw_only=True, gc=False):
     openai: str | None = None
     model: str | None = None
     metadata: dict[str, Any] | None = None
+    raw: Content = b""  # as it stands in the input
+    file: str | None = None  # of several, the one that it stands in
+
+
+def named_row(row: ParsedRow, number: int, name: str | int, digest: str) -> NamedRow:
+    """The row with these names, which `Namer` has found for it, here or in another process."""
+    if row.prompt is not None:
+        msgspec.structs.force_setattr(row.prompt, "key", str(name))  # nothing else has seen it yet
+    return NamedRow(
+        number=number,
+        line=row.line,
+        id=name,
+        digest=digest,
+        prompt=row.prompt or NOTHING,
+        error=row.error,
+        openai=row.openai,
+        model=row.model,
+        metadata=row.metadata,
+        raw=row.raw,
+    )
 
 
 class Namer:
@@ -129,27 +150,12 @@ class Namer:
         named = []
         for row, key, before in zip(rows, keys, self._seen.count(keys), strict=True):
             self._number += 1
-            error, name = row.error, row.id
+            name = row.id
             if name is None:
                 name = f"{PREFIX}{key.hex()}-{before + 1}" if before else PREFIX + key.hex()
             elif before:
-                error = BadRequest(f"the id '{str(name)[:100]}' has come before. Give each row an id of its own.")
-            prompt = row.prompt or NOTHING
-            if row.prompt is not None:
-                msgspec.structs.force_setattr(prompt, "key", str(name))  # nothing else has seen it yet
+                row.error = BadRequest(f"the id '{str(name)[:100]}' has come before. Give each row an id of its own.")
             digest = self._salted.copy()
             digest.update(b"%s\0%d\0" % (str(name).encode(errors="surrogatepass"), before) + row.content)
-            named.append(
-                NamedRow(
-                    number=self._number,
-                    line=row.line,
-                    id=name,
-                    digest=digest.hexdigest(),
-                    prompt=prompt,
-                    error=error,
-                    openai=row.openai,
-                    model=row.model,
-                    metadata=row.metadata,
-                )
-            )
+            named.append(named_row(row, self._number, name, digest.hexdigest()))
         return named

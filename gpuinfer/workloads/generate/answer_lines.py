@@ -130,30 +130,27 @@ class LineWriter:
             line.token_ids, line.logprobs = one.token_ids, one.logprobs
         return self._encode(line) + b"\n"
 
-    def error(self, row: NamedRow, error: GpuinferError, file: str | None = None) -> bytes:
-        """The line of a row that has no answer. When the row's own words cannot be written it goes without them.
-
-        `file`: the one that it stands in, of several.
-        """
+    def error(self, row: NamedRow, error: GpuinferError) -> bytes:
+        """The line of a row that has no answer. When the row's own words cannot be written it goes without them."""
         try:
-            return self._error(row, error, file)
+            return self._error(row, error)
         except Exception:  # noqa: BLE001 - an error must always get out
             plain_id = str(row.id).encode(errors="backslashreplace").decode()
-            return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error, file)
+            return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error)
 
-    def _error(self, row: NamedRow, error: GpuinferError, file: str | None) -> bytes:
+    def _error(self, row: NamedRow, error: GpuinferError) -> bytes:
         """Its `type` is for scripts."""
         message = " ".join(error_text.safe_str(error).split())
         kind = (
             "bad_row" if isinstance(error, BadRequest) else "bad_prompt" if isinstance(error, BadPrompt) else "failed"
         )
         if row.openai is None:
-            failure = Failure(type=kind, message=message, row=row.number, line=row.line, file=file)
+            failure = Failure(type=kind, message=message, row=row.number, line=row.line, file=row.file)
             line = OutputLine(id=row.id, model=row.model, error=failure, metadata=row.metadata, digest=row.digest)
             return self._encode(line) + b"\n"
         fault: dict[str, Any] = {"code": kind, "message": message, "row": row.number, "line": row.line}
-        if file is not None:
-            fault["file"] = file
+        if row.file is not None:
+            fault["file"] = row.file
         return self._batch_line(row, status_of(error), error_body(message, kind), fault)
 
     def _batch_line(self, row: NamedRow, status: int, body: dict[str, Any], fault: dict[str, Any] | None) -> bytes:

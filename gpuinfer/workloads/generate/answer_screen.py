@@ -11,7 +11,7 @@ from gpuinfer.generation import Part
 from gpuinfer.host.terminal import TerminalWriter, dim, printable
 from gpuinfer.serving.openai.row_names import NamedRow
 from gpuinfer.serving.prompt_requests import PromptRequester, most_samples, rows_in_flight
-from gpuinfer.workloads.generate.pump import RowCounts
+from gpuinfer.workloads.generate.row_asker import RowCounts, RowOutcome
 
 MOST_SHOWN = 200  # characters of a prompt
 
@@ -95,11 +95,11 @@ class AnswerScreen:
         except BackendDied:
             raise
         except (RequestError, BackendError) as error:
-            self.counts.fail(error)
+            self.counts.add(RowOutcome.of_error(error))
             for number in range(first, first + row.prompt.samples):
                 self._page.end(number, f"no answer: {error}")
             return
-        self.counts.answer(generation)
+        self.counts.add(RowOutcome.of_answer(generation))
         for number, one in enumerate(generation.completions, first):  # what no part has shown: there may be none
             self._page.add(number, one.text[self._shown[number][0] :])
             self._page.end(number, finish_remark(row, one.finish_reason, len(one.tokens)))

@@ -223,30 +223,30 @@ class OrderedOutput:
     `window` bounds how far ahead of the first that is missing a line may come. `others` are lines that lie aside too.
     """
 
-    def __init__(self, outlet: OutputWriter, window: int, others: Callable[[], Iterable[bytes]] = tuple) -> None:
+    def __init__(self, outlet: OutputWriter, window: float, others: Callable[[], Iterable[bytes]] = tuple) -> None:
         self._outlet, self._window, self._others = outlet, window, others
         self._held: dict[int, bytes] = {}
         self._next = 0
         self._moved = asyncio.Event()
-        self._bytes_aside = self._bytes_held = 0
+        self._bytes_aside = self.held_bytes = 0
 
     def add(self, place: int, line: bytes, kept: bool = False) -> None:
         """Each place from 0 comes exactly once. `kept`: the line is on the disk elsewhere."""
         if place != self._next:
             self._held[place] = line
-            self._bytes_held += len(line)
+            self.held_bytes += len(line)
             if not kept:
                 self._outlet.put(line, aside=True)
                 self._bytes_aside += len(line)
-                if self._bytes_aside > max(LEAST_ASIDE, SHARE * self._bytes_held):
+                if self._bytes_aside > max(LEAST_ASIDE, SHARE * self.held_bytes):
                     self._outlet.keep_aside([*self._others(), *self._held.values()])
-                    self._bytes_aside = self._bytes_held
+                    self._bytes_aside = self.held_bytes
             return
         self._outlet.put(line)
         self._next += 1
         while (held := self._held.pop(self._next, None)) is not None:
             self._outlet.put(held)
-            self._bytes_held -= len(held)
+            self.held_bytes -= len(held)
             self._next += 1
         self._moved.set()
 
@@ -272,7 +272,7 @@ class OrderedOutput:
 class UnorderedOutput:
     """Writes each line as it comes."""
 
-    waiting = 0
+    waiting = held_bytes = 0
 
     def __init__(self, outlet: OutputWriter) -> None:
         self._outlet = outlet

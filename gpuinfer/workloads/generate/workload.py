@@ -9,23 +9,19 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import Field
 
-from gpuinfer import api, errors
+from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.division import Division, RangeFeed
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.event_loop import follow_task
 from gpuinfer.host.terminal import show_status
 from gpuinfer.serving.openai.model_options import (
-    REPEATABLE,
-    AdapterOptions,
-    AnswerOptions,
-    ModelOptions,
     adapter_digests,
     adapter_folders,
     arithmetic,
@@ -46,35 +42,13 @@ from gpuinfer.serving.openai.sampling_fields import unmasking_of
 from gpuinfer.workloads.generate import input_rows, output
 from gpuinfer.workloads.generate.answer_lines import LineWriter
 from gpuinfer.workloads.generate.answer_screen import AnswerScreen
+from gpuinfer.workloads.generate.generate_division import GenerateDivision, OpenedRun, RangeAnswerer, pack_answers
+from gpuinfer.workloads.generate.generate_options import GenerateOptions
 from gpuinfer.workloads.generate.input_rows import InputSource, input_of_texts, texts_as_rows
 from gpuinfer.workloads.generate.opened_output import EARLY, OpenedOutput
 from gpuinfer.workloads.generate.output import is_folder, open_output
-from gpuinfer.workloads.generate.pump import Pump, RowCounts
-
-
-class PlaceOptions(api.Options):
-    """Where prompts come from, and where answers go."""
-
-    prompt: list[str] = Field(
-        [], description="a text to go on with, or FILE:PATH of one; repeatable", json_schema_extra=REPEATABLE
-    )
-    input: str | None = Field(None, description="prompts: JSONL, JSON, CSV, Parquet; - is standard input")
-    prompt_column: str | None = Field(None, description="of a table: the prompts [prompt, messages or text]")
-    output: str = Field("-", description="answers: JSONL, FILE.parquet, or FOLDER/; - is standard output")
-
-
-class GenerateOptions(AnswerOptions, PlaceOptions, AdapterOptions, ModelOptions):
-    """What `gpuinfer generate` takes; `[generate]` of gpuinfer.toml too."""
-
-    batch_size: int | None = Field(None, ge=1, le=1 << 20, description="rows at once [as memory allows]")
-    token_ids: bool = Field(False, description="write the tokens of each answer too")
-    timing: bool = Field(False, description="write how long each answer took")
-    ordered: bool = Field(False, description="write answers in the order of the prompts")
-    strict: bool = Field(True, description="a field that is not known makes its row an error")
-    resume: bool = Field(False, description="go on with --output: what is done is not asked again")
-    retry_errors: bool = Field(False, description="with --resume, ask rows again that ended with an error")
-    test: bool = Field(False, description="three rows of a few tokens, to standard output; --output stays as it is")
-
+from gpuinfer.workloads.generate.pump import Pump
+from gpuinfer.workloads.generate.row_asker import RowAsker, RowCounts
 
 TEST_ROWS, TEST_TOKENS = 3, 16
 FINISH_LOOK_S = 0.5  # between two updates while an output is finished
@@ -186,7 +160,7 @@ class Generate(Workload):
             source.close()
             target.close()
 
-    def _open(self, backend_arithmetic: str) -> tuple[InputSource, OpenedOutput, dict[str, Any]]:
+    def _open(self, backend_arithmetic: str) -> OpenedRun:
         """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
         own = self.options
         settings = self.deciding_settings(backend_arithmetic)
@@ -201,8 +175,8 @@ class Generate(Workload):
         )
         try:
             if own.prompt:
-                return input_of_texts(self.prompts), target, settings
-            return InputSource(own.input or "-", column=own.prompt_column), target, settings
+                return OpenedRun(input_of_texts(self.prompts), target, settings)
+            return OpenedRun(InputSource(own.input or "-", column=own.prompt_column), target, settings)
         except BaseException:
             target.close()
             raise
@@ -210,32 +184,22 @@ class Generate(Workload):
     async def _answer(
         self, infer: Infer, source: InputSource, target: OpenedOutput, settings: Mapping[str, Any]
     ) -> AsyncIterator[Progress]:
-        specs = self.specs()
-        infers = {
-            name: infer.beside(spec, name=name) if number else infer
-            for number, (name, spec) in enumerate(specs.items())
-        }
-
-        async def load() -> None:
-            for one in infers.values():  # one after the other, so that each finds free what the others have left
-                await one.ready()
-
-        loading = asyncio.create_task(load())
+        infers = self._infers(infer)
+        loading = asyncio.create_task(_load(infers))
         async for _ in follow_task(loading, infer.stopping):
             yield Progress(0, note="loading the model", setup=True)
         if loading.cancelled():
             return
         loading.result()
-        own, names = self.options, [name for name in specs if name]
         pump = Pump(
             infers,
             source,
             target,
-            PromptRowReader(self.defaults(), models=names),
+            self._reader(),
             Namer(settings),
-            LineWriter(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
+            self._writer(),
             ordered=self.ordered,
-            most=TEST_ROWS if own.test else None,
+            most=self._most_rows,
         )
         counting = asyncio.create_task(asyncio.to_thread(source.count))
         yield self._progress(pump, counting)  # the run's clock starts
@@ -249,15 +213,8 @@ class Generate(Workload):
                     await asyncio.wait({finishing}, timeout=FINISH_LOOK_S)
                     yield self._progress(pump, counting)
                 finishing.result()
-            elif target.path is not None and not pump.counts.done and not pump.waiting:
-                log.warning("stopped before the first answer. Run the same command again.")
-            elif target.path is not None:
-                kept = self.target + (output.JOURNAL if output.is_table(self.target) else "")
-                place = f"in {kept}{EARLY}"
-                early = f" ({pump.waiting} that wait for an earlier one: {place})" if pump.waiting else ""
-                log.warning(
-                    "stopped; what was answered is in %s%s. Run the same command with --resume to go on.", kept, early
-                )
+            else:
+                self._say_stopped(pump.counts, target, pump.waiting)
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
         finally:
@@ -308,15 +265,90 @@ class Generate(Workload):
             total = max(rows, counts.read)
         return progress_of(counts, total, pump.under_way)
 
+    def _infers(self, infer: Infer) -> dict[str, Infer]:
+        """The ways to the models, by the names that rows give."""
+        specs = self.specs().items()
+        return {name: infer.beside(spec, name=name) if number else infer for number, (name, spec) in enumerate(specs)}
+
+    def _reader(self) -> PromptRowReader:
+        return PromptRowReader(self.defaults(), models=[name for name in self.models if name])
+
+    def _writer(self) -> LineWriter:
+        own = self.options
+        return LineWriter(token_ids=own.token_ids, timing=own.timing, model=self.model().name)
+
+    @property
+    def _most_rows(self) -> int | None:
+        return TEST_ROWS if self.options.test else None
+
+    # Over many machines
+
+    def node_options(self) -> Mapping[str, Any]:
+        """Without input and output, which the coordinator alone opens."""
+        given = self.options.model_dump(mode="json", exclude_unset=True)
+        for name in ("prompt", "prompt_column", "ordered", "resume", "retry_errors"):
+            given.pop(name, None)
+        return {**given, "input": os.devnull, "output": os.devnull}
+
+    def division(self) -> Division:
+        def ended(counts: RowCounts, output: OpenedOutput, waiting: int | None) -> None:
+            if waiting is not None:
+                self._say_stopped(counts, output, waiting)
+            self._say_failures(counts, output.is_useless)
+
+        return GenerateDivision(
+            lambda: self._open(""),
+            self._reader(),
+            self._writer(),
+            ended,
+            ordered=self.ordered,
+            most=self._most_rows,
+        )
+
+    def deciding(self, arithmetic: str) -> Mapping[str, Any]:
+        return self.deciding_settings(arithmetic)
+
+    async def run_ranges(self, infer: Infer, feed: RangeFeed) -> AsyncIterator[Progress]:
+        infers = self._infers(infer)
+        loading = asyncio.create_task(_load(infers))
+        async for _ in follow_task(loading, infer.stopping):
+            yield Progress(0, note="loading the model", setup=True)
+        if loading.cancelled():
+            return
+        loading.result()
+        answering = RangeAnswerer(RowAsker(infers, self._writer()), feed, self._reader())
+        yield progress_of(answering.counts, None, answering.under_way)  # the run's clock starts
+        running = asyncio.create_task(answering.run(infer.stopping))
+        try:
+            async for _ in follow_task(running, asyncio.Event()):  # it stops by itself
+                yield progress_of(answering.counts, None, answering.under_way)
+        except BaseExceptionGroup as group:
+            raise errors.unwrap(group) from group
+        yield progress_of(answering.counts, None, answering.under_way)
+
+    def pack_records(self, records: Sequence[Any]) -> bytes:
+        return pack_answers(records)
+
+    def _say_stopped(self, counts: RowCounts, target: OpenedOutput, waiting: int) -> None:
+        """`waiting`: how many answers wait for an earlier one."""
+        if target.path is None:
+            return
+        if not counts.done and not waiting:
+            log.warning("stopped before the first answer. Run the same command again.")
+            return
+        kept = self.target + (output.JOURNAL if output.is_table(self.target) else "")
+        early = f" ({waiting} that wait for an earlier one: in {kept}{EARLY})" if waiting else ""
+        log.warning("stopped; what was answered is in %s%s. Run the same command with --resume to go on.", kept, early)
+
     def _say_failures(self, counts: RowCounts, removed: bool = False) -> None:
         """Raises `WorkError` when not one row was answered."""
         if counts.ended and not counts.read:
             source = {"-": "standard input", None: "--prompt"}.get(self.options.input, self.options.input)
             log.warning("no prompts in %s: nothing was asked", source)
-        if counts.first_failure is None:
+        if not counts.failure:
             return
-        first = f"The first says: {counts.first_failure}"
-        if not counts.answered and counts.failed == counts.done and counts.ended:
+        first = f"The first says: {counts.failure}"
+        if counts.ended and counts.failed == counts.done == counts.read:
             raise WorkError(
                 f"not one of {counts.failed} rows was answered{', and no output is left' if removed else ''}. {first}"
             )
@@ -347,6 +379,11 @@ class Generate(Workload):
         }
 
 
+async def _load(infers: Mapping[str, Infer]) -> None:
+    for one in infers.values():  # one after the other, so that each finds free what the others have left
+        await one.ready()
+
+
 def progress_of(counts: RowCounts, total: int | None, outstanding: int | None = None) -> Progress:
     """How far the rows are, of `total`; `outstanding`: how many are under way at most."""
     names = ("input_tokens", "output_tokens", "cached_tokens")
@@ -359,5 +396,5 @@ def progress_of(counts: RowCounts, total: int | None, outstanding: int | None = 
         note=f"{counts.failed} rows with errors" if counts.failed else "",
         before=counts.before,
         failed=counts.failed,
-        failure=str(counts.first_failure or ""),
+        failure=counts.failure,
     )

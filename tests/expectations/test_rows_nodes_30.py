@@ -1,0 +1,259 @@
+"""Rows and groups over many machines: what nodes answer, put together by the coordinator, is what one machine writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.list_feed import ListFeed
+
+from gpuinfer.api import Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.division import Division, WorkRange
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.runtime.session import Session
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.workloads.generate import generate_division
+from gpuinfer.workloads.generate.workload import Generate
+
+TINY = {"model": "tiny", "max_new_tokens": 5, "batch_size": 8}
+WAIT_S = 120.0
+
+
+def session(workload: Any) -> Session:
+    setup = Setup(model=workload.model(), seed=workload.setup.seed)
+    return Session(InProcess(setup), Dynamic(setup))
+
+
+def generate(folder: Path, output: str = "out.jsonl", seed: int = 3, **options: Any) -> Generate:
+    given = {"input": str(folder / "in.jsonl"), "output": f"{folder}/{output}", **TINY, **options}
+    return Generate(Setup(seed=seed), **given)
+
+
+def node_of(workload: Any) -> Any:
+    """The workload as a node makes it."""
+    return type(workload)(workload.setup, **json.loads(json.dumps(dict(workload.node_options()))))
+
+
+async def alone(workload: Any) -> None:
+    """The run of one machine."""
+    async with session(workload) as infer:
+        async for _ in workload.run(infer):
+            pass
+
+
+async def ranges_of(division: Division, most: int = 7) -> list[WorkRange]:
+    """All of the input."""
+    found = []
+    while (work := await asyncio.wait_for(division.read(most), WAIT_S)) is not None:
+        found += [work] if len(work) else []
+    return found
+
+
+async def on_node(workload: Any, ranges: Sequence[WorkRange]) -> ListFeed:
+    """What one node makes of these ranges."""
+    node = node_of(workload)
+    feed = ListFeed(ranges, node.pack_records)
+    async with session(node) as infer:
+        async for _ in node.run_ranges(infer, feed):
+            pass
+    return feed
+
+
+async def over_nodes(workload: Any, nodes: int = 2, *, leave: int = 0) -> list[WorkRange]:
+    """The run of a coordinator and nodes, whose ranges come back in any order; `leave` of them never do, and the
+    coordinator is stopped. All ranges.
+    """
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    ranges = await ranges_of(division)
+    back = [pair for node in range(nodes) for pair in (await on_node(workload, ranges[node::nodes])).sent.items()]
+    random.Random(5).shuffle(back)
+    for (start, stop), records in back[: len(back) - leave]:
+        await division.keep(WorkRange(start, stop), records)
+    await division.flush()
+    await division.close(not leave)
+    return ranges
+
+
+def rows(folder: Path, count: int = 8) -> None:
+    """Rows of all kinds: with and without ids, duplicates, settings of their own, and errors of rows and prompts."""
+    listed: list[Any] = []
+    for number in range(count):
+        listed += [
+            {"id": f"r{number}", "prompt": f"prompt {number}"},
+            f"a text {number % 7}",
+            {"id": number, "prompt_token_ids": [number, 1, 2], "n": 1 + number % 3, "metadata": {"number": number}},
+        ]
+    listed[10] = {"id": "odd", "prompt": "x", "tempurature": 1}
+    listed[11] = {"id": "r0", "prompt": "this id has come before"}
+    listed[12] = {"id": "too long", "prompt": "word " * 4000}
+    listed[13] = {"id": 2**70, "prompt": "a large number"}
+    listed[14] = {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "model": "m"}}
+    text = "".join(json.dumps(one) + "\n" for one in listed) + "no JSON\n"
+    (folder / "in.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+async def test_ordered_output_of_nodes_is_that_of_one_machine_to_the_byte(tmp_path: Path, output: str) -> None:
+    rows(tmp_path)
+    await alone(generate(tmp_path, f"one-{output}", ordered=True))
+    await over_nodes(generate(tmp_path, output, ordered=True), 3)
+    assert (tmp_path / output).read_bytes() == (tmp_path / f"one-{output}").read_bytes()
+    assert not [one for one in os.listdir(tmp_path) if one.endswith((".early", ".journal"))]
+
+
+async def test_unordered_output_of_nodes_has_the_lines_of_one_machine(tmp_path: Path) -> None:
+    rows(tmp_path)
+    await alone(generate(tmp_path, "one.jsonl"))
+    ranges = await over_nodes(generate(tmp_path))
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert sorted(lines) == sorted((tmp_path / "one.jsonl").read_bytes().splitlines())
+    assert sum(map(len, ranges)) == len(lines) - 3  # rows that cannot be read, or whose id has come, go to no node
+
+
+async def test_a_folder_with_a_file_a_row_is_that_of_one_machine(tmp_path: Path) -> None:
+    rows(tmp_path)
+    await alone(generate(tmp_path, "one/"))
+    await over_nodes(generate(tmp_path, "out/"))
+    one, out = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "out"))
+    assert one == out
+
+
+async def test_a_run_of_several_models_asks_on_a_node_the_model_that_its_row_names(tmp_path: Path) -> None:
+    listed = [{"id": n, "prompt": f"prompt {n}", "model": ("one", "other")[n % 2]} for n in range(12)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
+    models = {"model": "one=tiny,other=null", "ordered": True}
+    await alone(generate(tmp_path, "one.jsonl", **models))
+    await over_nodes(generate(tmp_path, **models))
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_a_coordinator_that_stops_leaves_what_a_resumed_run_goes_on_with(tmp_path: Path, ordered: bool) -> None:
+    rows(tmp_path, 20)
+    await alone(generate(tmp_path, "one.jsonl", ordered=ordered))
+    first = await over_nodes(generate(tmp_path, ordered=ordered), leave=6)
+    with (tmp_path / "out.jsonl").open("ab") as file:
+        file.write(b'{"id": "torn in the mid')
+    second = await over_nodes(generate(tmp_path, ordered=ordered, resume=True))
+    assert 0 < sum(map(len, second)) < sum(map(len, first))
+    found, wanted = ((tmp_path / name).read_bytes() for name in ("out.jsonl", "one.jsonl"))
+    assert found == wanted if ordered else sorted(found.splitlines()) == sorted(wanted.splitlines())
+
+
+async def test_what_one_machine_has_begun_nodes_go_on_with(tmp_path: Path) -> None:
+    """Settings are the same with nodes and without, and errors alone are asked again where that is wished."""
+    rows(tmp_path)
+    await over_nodes(generate(tmp_path, ordered=True))
+    before = (tmp_path / "out.jsonl").read_bytes()
+    await alone(generate(tmp_path, ordered=True, resume=True))
+    again = await over_nodes(generate(tmp_path, ordered=True, resume=True, retry_errors=True))
+    assert sum(map(len, again)) == 1  # the prompt that is too long: other errors never come to a node
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+async def test_a_node_that_is_to_stop_gives_what_is_under_way_and_takes_no_more(tmp_path: Path) -> None:
+    rows(tmp_path, 60)
+    workload = generate(tmp_path)
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    ranges = await ranges_of(division, 50)
+    node = node_of(workload)
+    async with session(node) as infer:
+
+        class StoppingFeed(ListFeed):
+            async def take(self, most: int) -> WorkRange | None:
+                if self.records:
+                    infer.stopping.set()
+                return await super().take(min(most, 5))
+
+        feed = StoppingFeed(ranges, node.pack_records)
+        async for _ in node.run_ranges(infer, feed):
+            pass
+    await division.close(False)
+    assert 0 < len(feed.records) < sum(map(len, ranges))
+    errors = [json.loads(record.line)["error"] for record in feed.records.values() if b'"error"' in record.line]
+    assert [one for one in errors if one and one.get("type") == "failed"] == []
+
+
+async def test_the_input_is_read_no_further_ahead_than_is_bounded(tmp_path: Path, monkeypatch: Any) -> None:
+    """And a silent input keeps nobody from handing in answers: a read that finds nothing gives an empty range."""
+    monkeypatch.setattr(generate_division, "AHEAD", 100)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    workload = generate(tmp_path, input=f"/dev/fd/{reading}")
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    assert len(await division.read(5)) == 0
+    assert division.total is None
+    written = 0
+    while written < 8 << 20:
+        try:
+            written += os.write(writing, b'"a text that is always the same"\n' * 1000)
+        except BlockingIOError:
+            await asyncio.sleep(0.01)
+            if division.counts.read >= 100:
+                break
+    held = division.counts.read
+    await asyncio.sleep(0)
+    assert held == division.counts.read < 100 + 2 * 512
+    await division.close(False)
+    os.close(writing)
+    os.close(reading)
+
+
+async def test_lines_that_wait_for_an_earlier_one_are_bounded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(generate_division, "HELD_BYTES", 1000)
+    rows(tmp_path, 25)
+    workload = generate(tmp_path, ordered=True)
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    first, second = [await division.read(20) for _ in range(2)]
+    assert len(first) == len(second) == 20
+    sent = (await on_node(workload, [first, second])).sent
+    await division.keep(WorkRange(second.start, second.stop), sent[second.start, second.stop])
+    assert len(await division.read(20)) == 0  # the first range is missing
+    await division.keep(WorkRange(first.start, first.stop), sent[first.start, first.stop])
+    assert len(await division.read(20)) == 20
+    await division.close(False)
+
+
+async def test_a_node_knows_other_weights_by_what_decides_an_answer(tmp_path: Path) -> None:
+    rows(tmp_path)
+    workload = generate(tmp_path)
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    assert node_of(workload).deciding("") == division.settings
+    assert node_of(generate(tmp_path, model="null")).deciding("") != division.settings
+    await division.close(False)
+
+
+async def test_a_run_of_which_no_row_was_answered_fails_on_the_coordinator(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "' + "word " * 4000 + '"}\n')
+    with pytest.raises(WorkError, match="not one of 1 rows was answered"):
+        await over_nodes(generate(tmp_path))
+
+
+async def test_answers_of_another_version_are_refused(tmp_path: Path) -> None:
+    rows(tmp_path)
+    division = generate(tmp_path).division()
+    await asyncio.to_thread(division.open)
+    work = await division.read(3)
+    assert work is not None
+    with pytest.raises(WorkError, match="one version"):
+        await division.keep(work, b"something else")
+    await division.close(False)
+
+
+async def test_an_output_of_other_settings_is_refused_before_a_node_is_started(tmp_path: Path) -> None:
+    rows(tmp_path)
+    await alone(generate(tmp_path))
+    with pytest.raises(UsageError, match="made with other settings"):
+        generate(tmp_path, resume=True, max_new_tokens=9).division().open()
