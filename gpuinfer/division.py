@@ -106,7 +106,10 @@ class Division(ABC):
 
     @abstractmethod
     async def read(self, most: int) -> WorkRange | None:
-        """The next units that are not kept, at most so many and at least one; None at the input's end."""
+        """The next units that are not kept, at most so many; None at the input's end. An empty range where none has
+        come yet, or where too much waits for units that are given out: `read` waits for neither, as `keep` could not be
+        called meanwhile.
+        """
 
     @abstractmethod
     async def keep(self, work: WorkRange, records: bytes | Path) -> None:

@@ -344,11 +344,11 @@ class Coordinator:
             ranges, left = list(grant.ranges), grant.fresh
             if left:
                 async with self._disk:
-                    while left > 0 and (work := await self._division.read(left)) is not None:
+                    while left > 0 and (work := await self._division.read(left)):  # neither None nor empty
                         self._core.lease(entry.number, work, time.monotonic())
                         ranges.append(work)
                         left -= len(work)
-                if left > 0 and self._division.total is not None:
+                if left > 0 and work is None and self._division.total is not None:
                     self._core.ended_input(self._division.total)
             reply.ranges, reply.release = tuple(ranges), grant.release
             wait_s = until - time.monotonic()
