@@ -18,8 +18,10 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.runtime.session import Session
+from gpuinfer.serving.openai.model_options import model_fingerprint
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.workloads.generate import generate_division
+from gpuinfer.workloads.generate import workload as generate_workload
 from gpuinfer.workloads.generate.workload import Generate
 
 TINY = {"model": "tiny", "max_new_tokens": 5, "batch_size": 8}
@@ -225,7 +227,8 @@ async def test_lines_that_wait_for_an_earlier_one_are_bounded(tmp_path: Path, mo
     await division.close(False)
 
 
-async def test_a_node_knows_other_weights_by_what_decides_an_answer(tmp_path: Path) -> None:
+async def test_a_node_knows_other_weights_by_what_decides_an_answer(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(generate_workload, "model_fingerprint", model_fingerprint)  # other tests have put in another
     rows(tmp_path)
     workload = generate(tmp_path)
     division = workload.division()
