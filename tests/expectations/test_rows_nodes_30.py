@@ -1,4 +1,4 @@
-"""Rows and groups over many machines: what nodes answer, put together by the coordinator, is what one machine writes."""
+"""Rows and groups over many machines: what nodes answer is, put together, what one machine writes."""
 
 from __future__ import annotations
 
