@@ -1,4 +1,4 @@
-"""Look at a fleet that runs, or write it down for HAProxy."""
+"""Look at a fleet that runs, or write one down for HAProxy, Kubernetes or systemd."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 
+from gpuinfer.cli import fleet_kubernetes
+from gpuinfer.cli.fleet_systemd import systemd
 from gpuinfer.cli.output import Destination
 from gpuinfer.config import options, settings
 from gpuinfer.config.options import GivenValue
@@ -21,7 +23,7 @@ COLUMNS = ("worker", "state", "in flight", "waiting", "served", "errors", "resta
 KEYS = "A file with the key that the server asks for."
 
 app = typer.Typer(
-    help="Look at a fleet that runs, or write it down for HAProxy.",
+    help=__doc__,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -40,6 +42,10 @@ class FleetStatusOptions(BaseModel):
     key_file: Path | None = Field(None, description="the key that the replicas ask for")
     maxconn: int = Field(256, ge=1, le=100_000, description="requests that one replica gets at once")
     timeout: float = Field(300.0, gt=0, le=86_400, description="seconds without a byte of an answer")
+
+
+fleet_kubernetes.add_to(app)
+app.command("systemd")(systemd)
 
 
 @app.command("status")

@@ -1,0 +1,1 @@
+"""A server, or a run on many nodes, as manifests of Kubernetes: nothing here asks a cluster."""
