@@ -13,6 +13,7 @@
 # make dist    source distributions and wheels, checked, and tried in empty environments for each Python that is here
 # make constraints  constraints.txt anew: the versions and hashes that CI installs
 # make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
+# make image   the container image for the CPU (deploy/Dockerfile), built and started, where there is a Docker daemon
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
 # make lint   formatting, lint, types, and names and words that only we use (tools/census.py)
@@ -29,7 +30,7 @@ CONSTRAINTS ?= -c constraints.txt
 PLUGINS := plugins/gpuinfer-echo plugins/gpuinfer-diplomacy plugins/gpuinfer-openspiel
 
 .PHONY: demo loop kernels test thorough processors real system docs reference share wheels dist dist-tests constraints vllm \
-	one-file binary binary-tests soak lint clean
+	one-file binary binary-tests image soak lint clean
 
 demo: $(PLAYABLE)
 	$(BIN)/python -m tools.warm
@@ -114,6 +115,13 @@ binary: one-file
 
 binary-tests:
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m binary tests/one_file
+
+# IMAGE_ARGS are docker build's, such as --build-arg TORCH_INDEX=URL for a small image.
+IMAGE_ARGS ?=
+image:
+	@if docker info >/dev/null 2>&1; then \
+		docker build -f deploy/Dockerfile --target cpu -t gpuinfer:cpu $(IMAGE_ARGS) . && tests/deploy/image.sh gpuinfer:cpu; \
+	else echo "image: there is no Docker daemon here, so deploy/Dockerfile is not built"; fi
 
 soak: $(READY)
 	TEST_COUNTS=soak $(BIN)/python -m pytest -m "not gpu and not system and not vllm and not docs and not binary and not dist and not real" --timeout 21600 tests plugins

@@ -56,12 +56,18 @@ FACADES: dict[str, set[str]] = {
     "fleet": {
         "folder",
         "haproxy",
+        "kubernetes.manifest_options",
+        "kubernetes.pods",
+        "kubernetes.run_manifests",
+        "kubernetes.server_manifests",
+        "kubernetes.yaml_text",
         "owned_fleet",
         "plan",
         "replica_client",
         "router.request_queue",
         "routing_policies",
         "supervisor",
+        "systemd_unit",
     },
     "host": {
         "child",

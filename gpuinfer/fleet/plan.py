@@ -192,6 +192,11 @@ class FleetPlan:
                 f"--replicas {self.replicas} is not within {limits.least} to {limits.most}. "
                 "Change it, --min-replicas or --max-replicas."
             )
+        if launcher is not None and not launcher.starts:
+            raise UsageError(
+                f"--launcher {launcher.name} starts nothing, and these replicas have to be started. Leave it out, or "
+                "name replicas that run already: --backend fleet -B workers=URL,URL for a run."
+            )
         room = None if launcher is None else launcher.capacity
         if launcher is not None and room is not None and limits.most > room:
             raise UsageError(

@@ -23,7 +23,7 @@ def yaml_text(documents: Sequence[Mapping[str, Any]], comments: Sequence[str] = 
     A text must be encodable as UTF-8. Raises `TypeError` for a value of another type than those above.
     """
     head = "".join(f"# {line}\n" for line in comments)
-    return head + "---\n".join("\n".join(_mapping(one, "")) + "\n" for one in documents)
+    return head + "---\n".join("\n".join(_mapping(one, "") or ["{}"]) + "\n" for one in documents)
 
 
 def _mapping(mapping: Mapping[str, Any], indent: str) -> list[str]:
