@@ -24,7 +24,10 @@ class ClusterOptions(api.Options):
     """What `-L` says of a run on nodes, whatever the launcher."""
 
     nodes: int | None = Field(
-        None, ge=1, le=100_000, description="how many nodes [as many as the launcher has room for]"
+        None,
+        ge=1,
+        le=100_000,
+        description="how many nodes [as many as the launcher has room for]; of external: are expected",
     )
     coordinator: str | None = Field(
         None, description="HOST[:PORT] of this machine, by which nodes reach it [as the launcher knows it]"
@@ -58,7 +61,8 @@ def nodes_plan(merged: Settings) -> NodesPlan:
     taken = {key: one for key, one in given.items() if key in ClusterOptions.model_fields}
     wanted = ClusterOptions(**options.check(ClusterOptions, taken, "a run on nodes"))
     launcher = base.make_launcher(launcher_name, {key: one for key, one in given.items() if key not in taken})
-    count = wanted.nodes if wanted.nodes is not None else launcher.capacity
+    room = launcher.capacity if launcher.starts else common.nodes_min
+    count = wanted.nodes if wanted.nodes is not None else room
     if count is None:
         raise UsageError(f"--launcher {launcher_name}: how many nodes? Add -L nodes=4.")
     if common.nodes_min > count > 0:
@@ -72,6 +76,7 @@ def nodes_plan(merged: Settings) -> NodesPlan:
         least=common.nodes_min,
         deadline_s=common.deadline,
         address=wanted.coordinator,
+        quiet=common.quiet,
         verbose=common.verbose,
     )
 

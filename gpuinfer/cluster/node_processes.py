@@ -16,6 +16,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.folder import PrivateFolder
 from gpuinfer.fleet.plan import gpus_here
 from gpuinfer.host import machine
+from gpuinfer.http.access import read_keys
 from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
 ATTEMPTS = 4  # starts of a node that has done nothing in between
@@ -41,12 +42,15 @@ class NodesPlan:
 
 
 class NodeProcesses:
-    """One process for each number from 0, until `close`. `failed` is called with what to say once none can be had."""
+    """One process for each number from 0, until `close`; none where others start them (`Launcher.starts`). `failed` is
+    called with what to say once none can be had.
+    """
 
     def __init__(self, plan: NodesPlan, failed: Callable[[Exception], None]) -> None:
         self._plan, self._failed = plan, failed
         self._folder: PrivateFolder | None = None
-        self.key = secrets.token_urlsafe(32)
+        given = plan.launcher.key_file
+        self.key = secrets.token_urlsafe(32) if given is None else read_keys(given)[0]
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[int, LaunchedProcess] = {}
         self._worked: set[int] = set()  # those that have done something since they were started
@@ -65,11 +69,16 @@ class NodeProcesses:
             self._folder = PrivateFolder(shared or tempfile.gettempdir())
         except OSError as error:
             raise UsageError(f"{error.filename} cannot be written: {error.strerror}. Free some space there.") from None
-        self._key_file = self._folder.write("cluster.key", f"{self.key}\n".encode())
+        given = self._plan.launcher.key_file
+        self._key_file = given or self._folder.write("cluster.key", f"{self.key}\n".encode())
         return self._key_file
 
     def start(self, address: str) -> None:
-        """Start all of them, as many at a time as the launcher takes."""
+        """Start all of them, as many at a time as the launcher takes, or say how others start one."""
+        if not self._plan.launcher.starts:
+            if not self._plan.quiet:
+                log.warning("start each node with: gpuinfer node %s --key-file %s", address, self._key_file)
+            return
         turns = asyncio.Semaphore(self._plan.launcher.at_once)
         self._tasks = [asyncio.create_task(self._hold(index, address, turns)) for index in range(self._plan.nodes)]
 
@@ -90,6 +99,8 @@ class NodeProcesses:
 
     def alive(self) -> int:
         """How many run, or may come up yet."""
+        if not self._plan.launcher.starts:
+            return self._plan.nodes
         return len(self._tasks) - len(self._given_up)
 
     def log_of(self, index: int | None) -> Path | None:

@@ -103,7 +103,8 @@ class Common(BaseModel):
     )
     launcher: str | None = Field(
         None,
-        description="what starts the nodes of a run, or a server's replicas: local, ssh, slurm, ray, or a plugin's; "
+        description="what starts the nodes of a run, or a server's replicas: local, ssh, slurm, ray, external "
+        "(others start them) or a plugin's; "
         "none: one process here, or replicas of local",
     )
     nodes_min: int = Field(

@@ -137,7 +137,7 @@ class Launcher(ABC):
     name: ClassVar[str]
     here: bool = False  # whether all processes share this machine's cores and devices
     starts: bool = True  # False: nodes are started by others, may come at any time, and `launch` is not called
-    key_file: Path | None = None  # with the key that nodes have to show, where others know it before; None: a new key
+    key_file: Path | None = None  # with the key that nodes show, where those that start them have it; None: a new key
     at_once: int = 1024  # processes that may come up at a time
     capacity: int | None = None  # processes that it has room for; None: no bound that it knows
     bind: str = "127.0.0.1"  # the address at which those that serve listen (`--host`), as far as it is known before
@@ -167,9 +167,7 @@ class Launcher(ABC):
 
     @property
     def notices(self) -> Sequence[str]:
-        """What people should know once a fleet serves, such as a tunnel, or a run waits for nodes. `{port}` stands for
-        its port, `{address}` for HOST:PORT by which nodes reach it and `{key_file}` for the file with their key.
-        """
+        """What people should know once a fleet serves, such as a tunnel. `{port}` stands for its port."""
         return ()
 
     @abstractmethod

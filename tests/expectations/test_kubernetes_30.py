@@ -202,7 +202,7 @@ def test_a_run_is_an_indexed_job_of_nodes_that_dial_the_service_of_their_coordin
     assert "--index=$(JOB_COMPLETION_INDEX)" in container(nodes)["args"]
     words = container(coordinator)["args"]
     assert words[:5] == ["selfplay", "--games", "20000", "--out", "/records/a"]
-    assert {"--resume", "--launcher=none", "nodes=8", f"coordinator={address}", "bind=0.0.0.0"} <= set(words)
+    assert {"--resume", "--launcher=external", "nodes=8", f"coordinator={address}", "bind=0.0.0.0"} <= set(words)
     key = "/etc/gpuinfer/key"
     assert f"key_file={key}" in words
     assert container(nodes)["args"][3] == key
@@ -261,7 +261,7 @@ REFUSED = {
     "fewer at most than at least": (("--replicas", "3", "--max-replicas", "2"), "as many or more"),
     "nodes of a server": (("--nodes", "3"), "Leave it out"),
     "replicas of a run": (("--replicas", "3", "--mount", "r:/records", *GAMES), "Leave it out"),
-    "another command": (("--", "train", "--records", "x"), "no command for pods"),
+    "another command": (("--", "bench", "serve"), "no command for pods named 'bench'"),
     "a flag that the command has not": (("--", "serve", "--modle", "x"), "--model"),
     "a value that the command refuses": (("--", "serve", "--model", "tiny", "--queue", "both"), "Choose from"),
     "a server without a model": (("--", "serve", "--drain-timeout", "5"), "--model"),
@@ -377,20 +377,19 @@ def test_systemd_takes_the_unit_and_finds_little_that_it_may_do(gpuinfer, empty_
     assert checked.returncode == 0
 
 
-def test_a_launcher_that_starts_nothing_says_how_nodes_are_started_and_takes_their_key(tmp_path):
+def test_a_launcher_that_starts_nothing_takes_the_key_that_its_nodes_have(tmp_path):
     def make(**options: str):
-        return base.make_launcher("none", {key: GivenValue(value, f"-L {key}") for key, value in options.items()})
+        return base.make_launcher("external", {key: GivenValue(value, f"-L {key}") for key, value in options.items()})
 
     launcher = make(bind="0.0.0.0", key_file=str(tmp_path / "key"))
     assert not launcher.starts
     assert (launcher.bind, launcher.key_file) == ("0.0.0.0", tmp_path / "key")
-    assert "gpuinfer node {address} --key-file {key_file}" in launcher.notices[0]
-    assert make().reached_at() == "127.0.0.1"
+    assert make().reached_at() == make().bind == "127.0.0.1"
     with pytest.raises(UsageError, match=r"0\.0\.0\.0 for all of them"):
         make(bind="everywhere")
 
 
 def test_replicas_of_a_server_have_to_be_started_by_somebody(gpuinfer, empty_folder):
-    code, _, err = gpuinfer("serve", "--model", "tiny", "--port", "0", "--replicas", "2", "--launcher", "none")
+    code, _, err = gpuinfer("serve", "--model", "tiny", "--port", "0", "--replicas", "2", "--launcher", "external")
     assert code == 2
     assert "starts nothing" in err

@@ -62,7 +62,7 @@ def _service(options: ManifestOptions) -> Manifest:
 
 def _coordinator(options: ManifestOptions, command: RunCommand) -> Manifest:
     """One pod at a time writes the records: the next begins once the one before is gone, and resumes."""
-    words = [*command.words, "--launcher=none", "-L", f"nodes={options.nodes or NODES}"]
+    words = [*command.words, "--launcher=external", "-L", f"nodes={options.nodes or NODES}"]
     words += ["-L", f"coordinator={_host(options)}:{PORT}", "-L", "bind=0.0.0.0", "-L", f"key_file={KEYS_FOLDER}/key"]
     container = {
         "name": "gpuinfer",

@@ -1,9 +1,8 @@
-"""No launcher: processes are started by others, by hand, by a script or by Kubernetes, and dial this one."""
+"""Nodes that are started by others, by hand, by a script or by Kubernetes, and dial the coordinator."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +13,7 @@ from gpuinfer.launchers import base
 from gpuinfer.launchers.base import Launcher, ProcessPlan
 
 
-class NoLauncher(Launcher):
+class ExternalLauncher(Launcher):
     """Starts nothing: nodes are started by others, with `gpuinfer node`, and may come and go at any time."""
 
     class Options(BaseModel):
@@ -34,7 +33,7 @@ class NoLauncher(Launcher):
                 raise ValueError("no IP address. Write one of this machine, or 0.0.0.0 for all of them") from None
             return value
 
-    name = "none"
+    name = "external"
     starts = False
     options: Options
 
@@ -44,10 +43,6 @@ class NoLauncher(Launcher):
 
     def reached_at(self) -> str:
         return base.own_address() if ipaddress.ip_address(self.bind).is_unspecified else self.bind
-
-    @property
-    def notices(self) -> Sequence[str]:
-        return ("start each node with: gpuinfer node {address} --key-file {key_file}",)
 
     async def launch(self, plan: ProcessPlan) -> NoReturn:
         raise UsageError(
