@@ -8,11 +8,6 @@ for batch in DataLoader(SelfPlayDataset("games"), batch_size=256, shuffle=True, 
 
 from __future__ import annotations
 
-import io
-import mmap
-import struct
-import zipfile
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.positions import ARRAYS, KEYS, UNREADABLE, read_shard, readable, shards_of, sizes_of
+from gpuinfer.models.positions import ARRAYS, KEYS, readable, shards_of, sizes_of
+from gpuinfer.models.record_shards import UNREADABLE, mapped_arrays
 from gpuinfer.rollouts.export.samples import Sample, samples
 from gpuinfer.rollouts.files import read
 from gpuinfer.rollouts.record import Group
@@ -36,7 +31,6 @@ __all__ = ["RolloutsDataset", "SelfPlayDataset"]
 
 FIELDS = (*ARRAYS, "player", *KEYS)
 OPEN_SHARDS = 256  # mapped into memory at once; each takes a file descriptor
-LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: the lengths of its name and of what follows that
 
 Files = str | Path | Sequence[str | Path]
 
@@ -94,7 +88,7 @@ class SelfPlayDataset(Dataset[dict[str, torch.Tensor]]):
         path = self._shards[shard]
         try:
             found = mapped_arrays(path, self.fields, check=shard not in self._checked)
-        except (*UNREADABLE, struct.error) as error:
+        except UNREADABLE as error:
             raise UsageError(
                 f"{path} cannot be read ({error}). Run gpuinfer selfplay with --resume to play its games again."
             ) from error
@@ -118,37 +112,6 @@ def _shards_of(place: Path) -> list[Path]:
     if not place.exists():
         raise UsageError(f"there is no {place}. Give the folder that `gpuinfer selfplay --out` wrote.")
     return shards_of(place)
-
-
-def mapped_arrays(shard: Path, names: Sequence[str], check: bool = True) -> dict[str, NDArray[Any]]:
-    """Arrays of an npz file, read-only and in the file's own memory, where nothing is packed. `check`: compare each
-    with its checksum. Raises one of `UNREADABLE`, or `struct.error`.
-    """
-    with shard.open("rb") as file, zipfile.ZipFile(file) as archive:
-        infos = {name: archive.getinfo(f"{name}.npy") for name in names}
-        if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
-            return read_shard(shard, names)
-        whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    found = {}
-    for name, info in infos.items():
-        begin = info.header_offset + LOCAL_HEADER.size
-        begin += sum(LOCAL_HEADER.unpack_from(whole, info.header_offset))
-        content = memoryview(whole)[begin : begin + info.file_size]
-        if len(content) != info.file_size or (check and zlib.crc32(content) != info.CRC):
-            raise ValueError(f"{info.filename} is damaged")
-        found[name] = _array_of(content)
-    return found
-
-
-def _array_of(content: memoryview) -> NDArray[Any]:
-    """The array of an npy file's bytes, without copying them. Raises `ValueError` for one of Python objects."""
-    head = io.BytesIO(content[: 1 << 16])
-    version = npy.read_magic(head)
-    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran, dtype = read_header(head)
-    if dtype.hasobject or fortran:
-        raise ValueError("it holds Python objects, or columns in the place of rows")
-    return np.frombuffer(content, dtype, int(np.prod(shape)), head.tell()).reshape(shape)
 
 
 class RolloutsDataset(Dataset[dict[str, torch.Tensor]]):

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from gpuinfer.errors import UsageError
 from gpuinfer.host.files import MANIFEST, put_whole
 from gpuinfer.library.measured import SessionVerdict
-from gpuinfer.models.positions import SYMMETRIES, UNREADABLE, PositionsFolder, readable
+from gpuinfer.models.positions import SYMMETRIES, PositionsFolder, readable
+from gpuinfer.models.record_shards import OF_GAMES, UNREADABLE
 
 if TYPE_CHECKING:
     from gpuinfer.datasets import SelfPlayDataset
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 TEMPORARY = "gpuinfer-games-"
 OPEN_SHARDS = 16  # kept in memory: games that lie next to one another by number ended at about the same time
-OF_GAMES = ("finished", "returns", "sides", "resigned", "checked", "lowest")  # one row a game, where there are any
 FIGURES = ("wall_s", "status", "progress", "throughput", "batches", "latency_s", "errors", "device")
 
 
@@ -116,10 +116,11 @@ class GameRecords:
         return self._shard(places[number]).game(number)
 
     def _shard_of(self) -> dict[int, Path]:
-        """Where each game is. A shard that is new is looked at."""
-        for shard in self._folder.shards():
-            if shard not in self._numbers:
-                self._numbers[shard] = readable(shard, ["finished"])["finished"].tolist()
+        """Where each game is. A shard that is new is looked at; one that was merged with others is gone."""
+        there = self.shards()
+        self._numbers = {shard: numbers for shard, numbers in self._numbers.items() if shard in there}
+        for shard in there - self._numbers.keys():
+            self._numbers[shard] = readable(shard, ["finished"])["finished"].tolist()
         return {number: shard for shard, numbers in self._numbers.items() for number in numbers}
 
     def shards(self) -> set[Path]:

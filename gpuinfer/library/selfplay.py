@@ -321,7 +321,7 @@ class SelfPlay:
     def _begin(self, plan: RunPlan, changes: Mapping[str, Any], watch: _Watch) -> BackgroundRun:
         """Start a run of self-play."""
         workload: Any = plan.workload
-        workload.first_shard_s = FIRST_SHARD_S
+        workload.first_shard_s, workload.merges_records = FIRST_SHARD_S, False
         wanted = workload.on_cuda and not workload.local if self._wants_roofline is None else self._wants_roofline
         same = not changes.keys() & {"model", "weights", "workers", "games_in_flight"}
         known = self._roofline if wanted and same else None

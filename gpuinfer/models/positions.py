@@ -16,19 +16,24 @@ also `sides` bool [games, seats], true where the run's own model sat. Where play
     lowest    float32 [games, seats]  the least that a position was worth to the seat that moved, by its search, where
                                       no position of the game before it was worth less; inf: nowhere
 
-A game is in exactly one shard, with all its rows; moves without a choice have no row.
+and of games that were played with weights that changed meanwhile `version` str [games], the name of those with which
+the game began. A game is in exactly one shard, with all its rows; moves without a choice have no row.
+
+Where all games of a run are there, shards are merged (`merged_records.py`). What is on its way there lies in the folder
+`.parts`, whole shards each, which readers do not see and the next run that opens the folder brings back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import shlex
 import uuid
 import zipfile
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -38,7 +43,8 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
-from gpuinfer.host.files import RecordFolder, differences
+from gpuinfer.host.files import TORN, RecordFolder, differences, put_whole, sync_folder, unwritable
+from gpuinfer.models.record_shards import UNREADABLE, GameArrays, GameRecord, gathered, mapped_arrays, read_shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +93,8 @@ def _permutes(places: NDArray[Any], count: int) -> bool:
 
 SCHEMA = "gpuinfer.records/1"
 SYMMETRIES = "symmetries.json"  # of the game, where it declares some
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+PARTS = ".parts"  # in the folder: shards that are to be merged
+RANGES = ".ranges"  # in the folder: what nodes of a divided run write there, nothing of which counts yet
 
 log = logging.getLogger(__name__)
 
@@ -95,17 +102,20 @@ log = logging.getLogger(__name__)
 class PositionsFolder(RecordFolder):
     """The folder that `--out` names. Raises `UsageError` when it cannot be used."""
 
-    tells: ClassVar[Sequence[str]] = (SYMMETRIES,)
+    tells: ClassVar[Sequence[str]] = (SYMMETRIES, RANGES)
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, SCHEMA, ".npz")
-        self._known: dict[str, list[int]] = {}  # the games of shards that have been read
+        self._known: dict[str, Sequence[int]] = {}  # the games of shards that have been read
 
     def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
         """Claim the folder for these settings (those that decide how a game goes) until `close` or the end of this
-        object; returns the games in it. Raises `UsageError` as `claim` does.
+        object; returns the games in it. Raises `UsageError` as `claim` does, `WorkError` where it cannot be written.
         """
-        return self.finished() if self.claim(settings, resume) else set()
+        if not self.claim(settings, resume):
+            return set()
+        seen = self.finished()
+        return seen | self.bring_back(seen)
 
     def close(self, games: int) -> None:
         """Write the manifest and release the folder. Raises `WorkError` when it cannot be written.
@@ -137,6 +147,11 @@ class PositionsFolder(RecordFolder):
 
     def finished(self) -> set[int]:
         """The numbers of all games in intact shards; an unreadable shard is set aside. Each shard is read once."""
+        return {game for games in self.games_of_shards().values() for game in games}
+
+    def games_of_shards(self) -> dict[Path, Sequence[int]]:
+        """The same of each shard that is there."""
+        found: dict[Path, Sequence[int]] = {}
         for shard in self.shards():
             try:
                 if shard.name not in self._known:
@@ -144,18 +159,77 @@ class PositionsFolder(RecordFolder):
                         if (damaged := archive.testzip()) is not None:
                             raise ValueError(f"{damaged} is damaged")
                     self._known[shard.name] = read_shard(shard, ["finished"])["finished"].tolist()
+                found[shard] = self._known[shard.name]
             except UNREADABLE as error:
                 log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", shard, error)
                 shard.rename(shard.with_suffix(".broken"))
-        return {game for games in self._known.values() for game in games}
+        return found
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> Path:
         """Add one shard, which is on disk under its final name when this returns. Raises `WorkError`."""
+        return self.write_as(_new_name(), arrays)
+
+    def write_as(self, name: str, arrays: Mapping[str, np.ndarray]) -> Path:
+        """The same under this name, in the place of the shard that had it."""
 
         def save(file: IO[bytes]) -> None:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # its `allow_pickle` comes with NumPy 2.1
 
-        return self.put(f"shard-{uuid.uuid4().hex}.npz", save)
+        self._known.pop(name, None)
+        return self.put(name, save)
+
+    def set_apart(self, shard: bytes | Path) -> Path:
+        """Put a whole shard among those that are to be merged, unseen by readers: on disk when this returns. A file is
+        moved there. Raises `WorkError`.
+        """
+        target = self.path / PARTS / _new_name()
+        try:
+            target.parent.mkdir(exist_ok=True)
+            if isinstance(shard, bytes):
+                put_whole(target, lambda file: file.write(shard))
+            else:
+                with shard.open("rb") as file:
+                    os.fsync(file.fileno())
+                shard.rename(target)
+                sync_folder(target.parent)
+                sync_folder(shard.parent)
+        except OSError as error:
+            raise unwritable(self.path, error) from error
+        return target
+
+    def bring_back(self, seen: Collection[int]) -> set[int]:
+        """Let readers see the games of shards that were set apart, those that are not `seen` already: each game once,
+        whenever a run was killed. Returns these games. Raises `WorkError`.
+        """
+        found = set[int]()
+        for part in sorted((self.path / PARTS).glob("shard-*.npz")):
+            try:
+                games = GameArrays(mapped_arrays(part))
+            except UNREADABLE as error:
+                log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", part, error)
+                part.rename(self.path / part.with_suffix(".broken").name)
+                continue
+            numbers = games.numbers.tolist()
+            missing = [place for place, one in enumerate(numbers) if not (one in seen or one in found)]
+            try:
+                if len(missing) == len(numbers):
+                    part.rename(self.path / part.name)
+                    sync_folder(self.path)
+                elif missing:
+                    self.write(gathered([GameRecord(games, place) for place in missing]))
+                part.unlink(missing_ok=True)
+            except OSError as error:
+                raise unwritable(self.path, error) from error
+            found.update(numbers[place] for place in missing)
+        with contextlib.suppress(OSError):  # there is none
+            for torn in (self.path / PARTS).glob(f"*{TORN}"):
+                torn.unlink()
+            (self.path / PARTS).rmdir()
+        return found
+
+
+def _new_name() -> str:
+    return f"shard-{uuid.uuid4().hex}.npz"
 
 
 def shards_of(path: Path) -> list[Path]:
@@ -168,12 +242,6 @@ def shards_of(path: Path) -> list[Path]:
             f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
         )
     return shards
-
-
-def read_shard(shard: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Read some arrays of a shard. Raises one of UNREADABLE."""
-    with shard.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in names}
 
 
 GAME = ("game", "game_options")  # of a manifest's settings: positions of one game alone go together

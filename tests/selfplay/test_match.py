@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.errors import WorkerDied
-from gpuinfer.workloads.selfplay.match import Match
+from gpuinfer.workloads.selfplay.match import Match, NumberedGames
 
 STEPS = 100_000  # a match that takes more hangs
 
@@ -49,6 +49,7 @@ class Crew:
     async def __aiter__(self):
         unready = set(range(len(self.players)))
         for _ in range(STEPS):
+            await asyncio.sleep(0)  # games are given by another task
             alive = [number for number, player in enumerate(self.players) if player.alive]
             if not alive:
                 return
@@ -107,7 +108,7 @@ class Crew:
 def play(crew, total, finished=frozenset()):
     """The match, and what follows it."""
     one = {"slots": 2, "out": "games" if crew.records else None, "search": {"determinizations": 1}}
-    match = Match(total, set(finished), [one] * len(crew.players), crew.on_disk)
+    match = Match(NumberedGames(total, set(finished)), [one] * len(crew.players), crew.on_disk)
 
     async def follow():
         return [progress async for progress in match.follow(crew)]

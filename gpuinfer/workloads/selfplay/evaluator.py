@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import Infer, ModelSpec
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.models import positions
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.arena import GameSlots
 from gpuinfer.workloads.selfplay.game import Game
@@ -56,14 +55,13 @@ def points_of_pairing(returns: NDArray[np.float32], ours: NDArray[np.bool_]) -> 
     return 1.0 if ahead > 0 else 0.0
 
 
-def recorded_points(folder: positions.PositionsFolder) -> Mapping[int, float]:
-    """The points of all games in whole shards, by number. Raises one of `records.UNREADABLE`."""
-    found: dict[int, float] = {}
-    for shard in folder.shards():
-        read = positions.read_shard(shard, ["finished", "returns", "sides"])
-        scored = map(points_of_pairing, read["returns"], read["sides"])
-        found.update(zip(read["finished"].tolist(), scored, strict=True))
-    return found
+OF_POINTS = ("finished", "returns", "sides")  # arrays
+
+
+def points_of_games(games: Mapping[str, np.ndarray]) -> dict[int, float]:
+    """The points of all games of a shard, by number, from the arrays of `OF_POINTS`."""
+    scored = map(points_of_pairing, games["returns"], games["sides"])
+    return dict(zip(games["finished"].tolist(), scored, strict=True))
 
 
 Answers = tuple[np.ndarray, np.ndarray]  # policy logits float32 [rows, actions], values float32 [rows, seats]

@@ -1,25 +1,38 @@
-"""What is recorded of finished games: shards on the disk, after which a game counts, and how games with resignation
-ended. Which games may be resigned is checked here; the search decides when a player does (`puct.would_resign`).
+"""What is recorded of finished games: shards on the disk, or messages to the process that asked for the games, after
+which a game counts; and how games with resignation ended. Which games may be resigned is checked here; the search
+decides when a player does (`puct.would_resign`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError
 from gpuinfer.models import positions
+from gpuinfer.models.record_shards import OF_GAMES, GameArrays, GameRecord, gathered, read_shard
 from gpuinfer.report.game_statistics import EndedGame
 from gpuinfer.workloads.selfplay.arrays import NOBODY, OF_RESIGNATION
 from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
 
 SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk
 SHARD_SHARE = 20  # of a run that is watched: a shard waits for this part of the run's time so far
+
+
+class GameTally(Protocol):
+    """Adds up something of games, by their numbers; a game counts once."""
+
+    def add(self, games: Mapping[int, Any], /) -> None: ...
+
+    def facts(self) -> Mapping[str, float]: ...
 
 
 class GameKeeper:
@@ -38,10 +51,73 @@ class GameKeeper:
     async def flush(self) -> None:
         """All games that were added count when this returns."""
 
-    def take(self) -> list[int]:
-        """The numbers of the games that count now and have not been taken before."""
+    @property
+    def full(self) -> bool:
+        """More waits to be taken than one message should hold."""
+        return False
+
+    def take(self) -> dict[str, Any]:
+        """`kept`, the numbers of the games that count now and have not been taken before, and what goes with them."""
         kept, self._kept = self._kept, []
-        return kept
+        return {"kept": kept}
+
+
+MESSAGE_BYTES = 16 << 20  # of records; far below what a message may hold
+
+
+class GameSender(GameKeeper):
+    """Sends the records of finished games with their numbers: a game counts when its message has come. `moves`: those
+    of searched moves too, not only what is counted of games.
+    """
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self._moves = moves
+        self._parts: deque[tuple[int, GameArrays]] = deque()  # each with its bytes
+        self._bytes = 0
+
+    async def add(self, part: dict[str, np.ndarray]) -> None:
+        if not self._moves:
+            part = {name: array for name, array in part.items() if name in OF_GAMES}
+        games, begin = GameArrays(part), 0
+        sizes = np.cumsum(games.sizes())
+        while begin < len(sizes):  # in pieces that fit into a message; a game is not divided
+            before = sizes[begin - 1] if begin else 0
+            end = max(begin + 1, int(np.searchsorted(sizes, before + MESSAGE_BYTES, "right")))
+            piece = games
+            if end - begin < len(sizes):
+                piece = GameArrays(gathered([GameRecord(games, place) for place in range(begin, end)]))
+            self._parts.append((int(sizes[end - 1] - before), piece))
+            self._bytes += self._parts[-1][0]
+            begin = end
+
+    @property
+    def full(self) -> bool:
+        return self._bytes > MESSAGE_BYTES
+
+    def take(self) -> dict[str, Any]:
+        taken, size = list[GameArrays](), 0
+        while self._parts and (not taken or size + self._parts[0][0] <= MESSAGE_BYTES):
+            bytes_of_part, part = self._parts.popleft()
+            taken.append(part)
+            size += bytes_of_part
+        self._bytes -= size
+        if not taken:
+            return {"kept": []}
+        games = [GameRecord(part, place) for part in taken for place in range(len(part.numbers))]
+        arrays = gathered(games)
+        plain = {name: [array.dtype.str, array.shape, array.tobytes()] for name, array in arrays.items()}
+        return {"kept": arrays["finished"].tolist(), "records": plain}
+
+
+def received_games(message: Mapping[str, Any]) -> GameArrays:
+    """The records in a message of a `GameSender`, in the message's own memory."""
+    return GameArrays(
+        {
+            name: np.frombuffer(content, dtype).reshape(shape)
+            for name, (dtype, shape, content) in message["records"].items()
+        }
+    )
 
 
 class ShardWriter(GameKeeper):
@@ -163,9 +239,21 @@ def ended_games(games: Mapping[str, np.ndarray]) -> dict[int, Sequence[bool | fl
     return found
 
 
-def recorded_ends(folder: positions.PositionsFolder) -> Mapping[int, Sequence[bool | float]]:
-    """The same of all games in whole shards. Raises one of `records.UNREADABLE`."""
-    found: dict[int, Sequence[bool | float]] = {}
-    for shard in folder.shards():
-        found |= ended_games(positions.read_shard(shard, ["finished", "returns", *OF_RESIGNATION]))
-    return found
+@dataclass(frozen=True, slots=True)
+class CountedOfGames:
+    """Something that is counted of games as they count, and again of their records. `of_games` has it, by the game's
+    number, of the arrays in `names`.
+    """
+
+    tally: GameTally
+    names: Sequence[str]
+    of_games: Callable[[Mapping[str, np.ndarray]], Mapping[int, Any]]
+
+    def add(self, games: Mapping[str, np.ndarray]) -> None:
+        """`games`: their arrays, as a shard has them."""
+        self.tally.add(self.of_games(games))
+
+    def add_recorded(self, folder: positions.PositionsFolder) -> None:
+        """All games in whole shards. Raises one of `UNREADABLE`."""
+        for shard in folder.shards():
+            self.add(read_shard(shard, self.names))

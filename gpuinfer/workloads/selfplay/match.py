@@ -1,4 +1,4 @@
-"""Hands games out to worker processes, each to one at a time, and adds up what they report.
+"""Gives games of a source to worker processes, each to one at a time, and adds up what they report.
 
 To a worker: {games: [numbers], more: whether other games are left}, and {over} when all games count.
 From it: {ready: slots of each block}, {note}, {need: how many games}, and {counts: {games, simulations, evaluations},
@@ -17,12 +17,16 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from gpuinfer.api import Progress, Workers
 from gpuinfer.errors import GpuinferError, WorkerDied
+from gpuinfer.host.event_loop import cancel_until_done
+from gpuinfer.workloads.selfplay.game_records import GameTally
 
 COUNTS = ("games", "simulations", "evaluations")
 
@@ -49,31 +53,61 @@ class WorkerGames:
         self.held -= games
 
 
-class GameTally(Protocol):
-    """Adds up something of games, by their numbers; a game counts once."""
+class GameSource(ABC):
+    """Where the numbers of games come from, and where it is said which of them count."""
 
-    def add(self, games: Mapping[int, Any], /) -> None: ...
+    total: int | None = None  # games of the run; None: not known
+    before: int = 0  # of these, by an earlier run
+    cure = "Run again, with --out to keep games and with fewer --workers."  # when all workers were killed
 
-    def facts(self) -> Mapping[str, float]: ...
+    @property
+    @abstractmethod
+    def left(self) -> float:
+        """Games that have not been taken: infinity while that is not known, 0 once there are no more."""
+
+    @abstractmethod
+    async def take(self, most: int) -> Sequence[int]:
+        """Up to `most` games, at least one: waits until there are some. Empty once there are no more."""
+
+    def kept(self, games: Sequence[int], message: Mapping[str, Any]) -> None:  # noqa: B027
+        """These games count. `message` has what a worker says of them."""
+
+
+class NumberedGames(GameSource):
+    """All games of a run up to `total`, but for those that are finished."""
+
+    def __init__(self, total: int, finished: set[int]) -> None:
+        self.total, self.before = total, len(finished)
+        self._left = total - len(finished)
+        self._numbers = itertools.filterfalse(finished.__contains__, range(total))
+
+    @property
+    def left(self) -> float:
+        return self._left
+
+    async def take(self, most: int) -> Sequence[int]:
+        taken = list(itertools.islice(self._numbers, most))
+        self._left -= len(taken)
+        return taken
 
 
 class Match:
-    """All games of one run. `on_disk` reads the numbers of the games that have reached the disk; `tallies` add up what
-    is told of games, by its name.
+    """The games of a source, played by workers with these arguments. `on_disk` reads the numbers of the games that have
+    reached the disk; `tallies` add up what is said of games, by its name.
     """
 
     def __init__(
         self,
-        total: int,
-        finished: set[int],
+        source: GameSource,
         arguments: Iterable[Mapping[str, Any]],
         on_disk: Callable[[], set[int]] = set,
         tallies: Mapping[str, GameTally] | None = None,
     ) -> None:
-        self.left = total - len(finished)  # given to no worker yet
-        self._total, self._before = total, len(finished)
-        self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
+        self._source = source
+        self._free: deque[int] = deque()  # games that were taken and that no worker has
         self._hands = [WorkerGames(one) for one in arguments]
+        self._wants: dict[int, int] = {}  # how many games a worker waits for
+        self._news = asyncio.Event()  # of `_free` or `_wants`
         self._on_disk, self._tallies = on_disk, tallies or {}
         self._playing = False
         self._over = False
@@ -83,51 +117,66 @@ class Match:
         return [hand.arguments for hand in self._hands]
 
     @property
+    def left(self) -> float:
+        """Games that no worker has and that do not count."""
+        return len(self._free) + self._source.left
+
+    @property
     def done(self) -> int:
-        return self._before + sum(hand.counts.get("games", 0) for hand in self._hands)
+        return self._source.before + sum(hand.counts.get("games", 0) for hand in self._hands)
 
-    async def follow(self, workers: Workers) -> AsyncIterator[Progress]:
+    async def follow(self, workers: Workers) -> AsyncGenerator[Progress]:
         """Until every worker has ended. Raises `WorkerDied` when all were killed before the end."""
-        async for worker, message in workers:
-            if message is None:
-                await self._give_back(worker, workers)
-            else:
-                await self._receive(worker, message, workers)
-            if self._playing:
-                yield self.progress()
-            elif not all(hand.blocks for hand in self._hands if hand.plays):
-                unready = (hand for hand in self._hands if hand.plays and not hand.blocks)
-                note = next((hand.note for hand in unready if hand.note), "starting the workers")
-                yield self.progress(note, setup=True)
-            else:
-                self._playing = True
-                yield self.progress()  # the run's clock starts
-                await self._deal(workers)
-            if self._over or self.left or any(hand.held for hand in self._hands):
-                continue
-            self._over = True
-            for other, hand in enumerate(self._hands):
-                if hand.plays:
-                    await _send(workers, other, {"over": True})
+        dealing = asyncio.create_task(self._deal(workers))
+        try:
+            async for worker, message in workers:
+                if dealing.done():
+                    dealing.result()
+                if message is None:
+                    await self._give_back(worker)
+                else:
+                    self._receive(worker, message)
+                if self._playing:
+                    yield self.progress()
+                elif not all(hand.blocks for hand in self._hands if hand.plays):
+                    unready = (hand for hand in self._hands if hand.plays and not hand.blocks)
+                    note = next((hand.note for hand in unready if hand.note), "starting the workers")
+                    yield self.progress(note, setup=True)
+                else:
+                    self._playing = True
+                    yield self.progress()  # the run's clock starts
+                    self._supply_idle()
+                await self._end_if_over(workers)
+        finally:
+            await cancel_until_done(dealing)
 
-    async def _receive(self, worker: int, message: Mapping[str, Any], workers: Workers) -> None:
+    async def _end_if_over(self, workers: Workers) -> None:
+        if self._over or self.left or any(hand.held for hand in self._hands):
+            return
+        self._over = True
+        for other, hand in enumerate(self._hands):
+            if hand.plays:
+                await _send(workers, other, {"over": True})
+
+    def _receive(self, worker: int, message: Mapping[str, Any]) -> None:
         hand = self._hands[worker]
         if "note" in message:
             hand.note = message["note"]
         elif "ready" in message:
             hand.blocks = message["ready"]
         elif "need" in message:
-            share = math.ceil(self.left / sum(other.plays for other in self._hands))
-            await self._give(worker, min(message["need"], share), workers)
+            self._wants[worker] = message["need"]
+            self._news.set()
         elif "counts" in message:
             hand.counts, hand.begun = message["counts"], message["begun"]
             hand.keep(hand.held.intersection(message["kept"]))
+            self._source.kept(message["kept"], message)
             for name, tally in self._tallies.items():
                 tally.add(dict(zip(message["kept"], message[name], strict=True)))
             hand.ended = "ended" in message
             hand.plays = not hand.ended
 
-    async def _give_back(self, worker: int, workers: Workers) -> None:
+    async def _give_back(self, worker: int) -> None:
         """Take back the games of a worker that was killed, but for those that count."""
         hand = self._hands[worker]
         if hand.ended:
@@ -136,36 +185,67 @@ class Match:
         if hand.held:
             hand.keep(hand.held & await asyncio.to_thread(self._on_disk))
         hand.counts, hand.begun = {**hand.counts, "games": hand.kept}, 0.0
-        self._ids, self.left = itertools.chain(sorted(hand.held), self._ids), self.left + len(hand.held)
-        back, hand.held = len(hand.held), set()
+        back, hand.held = sorted(hand.held), set()
+        self._free.extendleft(reversed(back))
         if self.left and not any(other.plays or other.ended for other in self._hands):  # ended: asked to stop
             out = hand.arguments["out"]
-            kept = f"{self.done} of {self._total} games are kept in {out}: run again with --resume."
+            kept = f"{self.done} of {self._source.total} games are kept in {out}: run again with --resume."
             raise WorkerDied(
                 "every worker was killed before the games were done (SIGKILL; out of memory?). "
-                f"{kept if out else 'Run again, with --out to keep games and with fewer --workers.'}"
+                f"{kept if out else self._source.cure}"
             )
         if back:
-            log.warning("worker %d was killed: the others play the %d games that it had", worker, back)
+            log.warning("worker %d was killed: the others play the %d games that it had", worker, len(back))
         if self._playing:
-            await self._deal(workers)
+            self._supply_idle()
+
+    def _supply_idle(self) -> None:
+        """Games for those who have none coming, as many as fit."""
+        for worker, hand in enumerate(self._hands):
+            if hand.plays and (hand.dry or not hand.held):
+                self._wants[worker] = hand.arguments["slots"]
+        self._news.set()
 
     async def _deal(self, workers: Workers) -> None:
-        """Games in equal shares, as many as fit, to those who have none coming."""
-        idle = [worker for worker, hand in enumerate(self._hands) if hand.plays and (hand.dry or not hand.held)]
-        for number, worker in enumerate(idle):
-            share = math.ceil(self.left / (len(idle) - number))
-            await self._give(worker, min(self._hands[worker].arguments["slots"], share), workers)
+        """Give games to the workers that want some, in equal shares."""
+        taking: asyncio.Task[None] | None = None
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                if taking is not None and taking.done():
+                    taking.result()  # raises its error
+                    taking = None
+                wants = {worker: want for worker, want in self._wants.items() if self._hands[worker].plays}
+                if not wants:  # they were asked to stop meanwhile, or killed
+                    continue
+                if self._free or not self._source.left:
+                    await self._give(wants, workers)
+                elif taking is None:
+                    share = self.left / sum(hand.plays for hand in self._hands)
+                    most = sum(math.ceil(min(want, share)) for want in wants.values())
+                    taking = asyncio.create_task(self._take(most))
+                    taking.add_done_callback(lambda _: self._news.set())
+        finally:
+            await cancel_until_done(taking)
 
-    async def _give(self, worker: int, games: int, workers: Workers) -> None:
-        hand = self._hands[worker]
-        if not hand.plays:  # it was asked to stop meanwhile
-            return
-        given = list(itertools.islice(self._ids, games))
-        self.left -= len(given)
-        hand.held.update(given)
-        hand.dry = not self.left
-        await _send(workers, worker, {"games": given, "more": not hand.dry})
+    async def _take(self, most: int) -> None:
+        self._free.extend(await self._source.take(most))
+
+    async def _give(self, wants: Mapping[int, int], workers: Workers) -> None:
+        """Games that are free to those who want some; word that there are no more, once there are none."""
+        given: dict[int, list[int]] = {}
+        for number, (worker, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
+            share = min(want, math.ceil(len(self._free) / (len(wants) - number)))
+            if share or not self.left:
+                given[worker] = [self._free.popleft() for _ in range(share)]
+                self._hands[worker].held.update(given[worker])
+                del self._wants[worker]
+        if self._wants:
+            self._news.set()
+        for worker, games in given.items():
+            self._hands[worker].dry = not self.left
+            await _send(workers, worker, {"games": games, "more": not self._hands[worker].dry})
 
     def progress(self, note: str = "", setup: bool = False) -> Progress:
         slots = sum(hand.arguments["slots"] for hand in self._hands if hand.plays or hand.ended)
@@ -177,9 +257,9 @@ class Match:
         }
         return Progress(
             done=self.done,
-            total=self._total,
+            total=self._source.total,
             unit="games",
-            before=self._before,
+            before=self._source.before,
             begun=sum(hand.begun for hand in self._hands),
             counts={name: sum(hand.counts.get(name, 0) for hand in self._hands) for name in COUNTS},
             facts=facts | {name: fact for one in self._tallies.values() for name, fact in one.facts().items()},

@@ -36,7 +36,7 @@ from gpuinfer.workloads.selfplay.evaluator import (
     two_sides,
 )
 from gpuinfer.workloads.selfplay.game import Game
-from gpuinfer.workloads.selfplay.game_records import GameKeeper, ShardWriter
+from gpuinfer.workloads.selfplay.game_records import GameKeeper, GameSender, ShardWriter
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -157,9 +157,11 @@ class WorkerLoop:
         # A thread for the search, so that blocks can be cut and answered meanwhile; alone, it would only add a hop.
         self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
-        self._keeper: GameKeeper = GameKeeper()
+        self._keeper: GameKeeper
         if arguments["out"]:
             self._keeper = ShardWriter(Path(arguments["out"]), infer, arguments["shard_s"])
+        else:
+            self._keeper = GameSender(arguments["search"]["record"]) if arguments["sends_records"] else GameKeeper()
         self._began = time.monotonic()
 
     async def play(self) -> None:
@@ -173,7 +175,7 @@ class WorkerLoop:
             if self._thread is not None:
                 self._thread.shutdown()
             await self._keep_finished()
-        await self._channel.send({**self._counts(), "ended": True})
+        await self._tell_counts(ended=True)
 
     async def _keep_finished(self) -> None:
         """All finished games count when this returns, however the round ended: those too of a search whose answers
@@ -254,7 +256,7 @@ class WorkerLoop:
             self._idle += 1
             if self._idle == len(self._arenas) and not self._more:  # the parent waits for all games to count
                 await self._keeper.flush()
-                await self._channel.send(self._counts())
+                await self._tell_counts()
             async with self._news:
                 while self._heard == heard:
                     await self._news.wait()
@@ -313,20 +315,27 @@ class WorkerLoop:
             game_records.refuse_returns(arena.game, finished["returns"])
             self._counted["resignations"].update(game_records.ended_games(finished))
         await self._keeper.add(finished)
+        if self._keeper.full:
+            await self._tell_counts()
 
     async def _report(self) -> None:
         while True:
-            await self._channel.send(self._counts())
+            await self._tell_counts()
             await asyncio.sleep(REPORT_S)
             await self._keeper.write_if_due()
+
+    async def _tell_counts(self, **more: Any) -> None:
+        while self._keeper.full:
+            await self._channel.send(self._counts())
+        await self._channel.send({**self._counts(), **more})
 
     def _counts(self) -> dict[str, Any]:
         total = np.sum([arena.counters for arena in self._arenas], axis=0)
         names = {"games": arrays.FINISHED, "simulations": arrays.SIMULATIONS, "evaluations": arrays.EVALUATIONS}
-        kept = self._keeper.take()
+        taken = self._keeper.take()
         return {
             "counts": {name: int(total[index]) for name, index in names.items()},
             "begun": sum(arena.begun for arena in self._arenas),
-            "kept": kept,
-            **{name: [of_games.pop(number) for number in kept] for name, of_games in self._counted.items()},
+            **taken,
+            **{name: [of_games.pop(number) for number in taken["kept"]] for name, of_games in self._counted.items()},
         }

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,16 +18,21 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workers, Workload
 from gpuinfer.config import import_paths
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.division import RangeFeed
+from gpuinfer.errors import UnknownName, UsageError, WorkError
 from gpuinfer.host import machine
-from gpuinfer.models.positions import PositionsFolder, checked
+from gpuinfer.models.merged_records import merge_folder
+from gpuinfer.models.positions import PositionsFolder, Symmetries, checked
 from gpuinfer.report.game_statistics import Resignations, ScoreTally
 from gpuinfer.serving.openai.model_options import refuse_several
 from gpuinfer.workloads.selfplay import arrays, game_records, games, rehearsal, rules_digest
-from gpuinfer.workloads.selfplay.evaluator import PAIR, WITHOUT_NETWORK, network, recorded_points
+from gpuinfer.workloads.selfplay.evaluator import OF_POINTS, PAIR, WITHOUT_NETWORK, network, points_of_games
 from gpuinfer.workloads.selfplay.game import Game
-from gpuinfer.workloads.selfplay.match import GameTally, Match
+from gpuinfer.workloads.selfplay.game_records import CountedOfGames
+from gpuinfer.workloads.selfplay.match import Match, NumberedGames
 from gpuinfer.workloads.selfplay.python_game import PythonGame, calling
+from gpuinfer.workloads.selfplay.selfplay_division import SelfPlayDivision
+from gpuinfer.workloads.selfplay.selfplay_ranges import FedGames, packed_range
 
 if TYPE_CHECKING:
     from gpuinfer.workloads.selfplay.manual_play import ManualGame
@@ -113,6 +118,7 @@ class SelfPlayWorkload(Workload):
     goes_on_by, writes_to = ("resume",), ("out",)
     prepares = True  # workers that are ready wait to be dealt games
     first_shard_s = game_records.SHARD_S  # less where somebody reads the records while they grow
+    merges_records = True  # once all games are there; not where somebody reads the shards one after the other
 
     def __init__(
         self,
@@ -280,10 +286,7 @@ class SelfPlayWorkload(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         self._say_how_many()
         folder = PositionsFolder(self.options.out) if self.options.out else None
-        with calling(self.game):
-            symmetries = checked(
-                self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'"
-            )
+        symmetries = self._symmetries()
         settings = await asyncio.to_thread(self.deciding_settings) if folder else {}
         finished = folder.open(settings, self.options.resume) if folder else set()
         if folder and symmetries is not None:
@@ -296,30 +299,81 @@ class SelfPlayWorkload(Workload):
         on_disk = folder.finished if folder else set
         counted = self._counted()
         if folder:
-            for tally, of_records in counted.values():
-                tally.add(of_records(folder))
+            for one in counted.values():
+                one.add_recorded(folder)
+        match = Match(
+            NumberedGames(self._games, finished),
+            self.arguments(infer, self.options.games - len(finished)),
+            on_disk,
+            {name: one.tally for name, one in counted.items()},
+        )
+        async with contextlib.aclosing(self._play(infer, match)) as playing:
+            async for progress in playing:
+                yield progress
+        if folder:
+            for one in counted.values():  # a worker that was killed may not have told of all its games
+                await asyncio.to_thread(one.add_recorded, folder)
+            if self.merges_records and match.done == self.options.games:
+                await self._merge(folder, infer.stopping)
+            folder.close(match.done)
+        yield match.progress()
+
+    async def _merge(self, folder: PositionsFolder, stopping: asyncio.Event) -> None:
+        try:
+            await asyncio.to_thread(merge_folder, folder, stopping.is_set)
+        except WorkError as error:
+            log.warning("All games are kept, but their shards could not be merged: %s", error)
+
+    async def run_ranges(self, infer: Infer, feed: RangeFeed) -> AsyncIterator[Progress]:
+        self._say_how_many()
+        self._symmetries()
+        at_most = self.options.games if feed.total is None else feed.total
+        match = Match(FedGames(feed), [{**one, "out": None} for one in self.arguments(infer, at_most)])
+        async with contextlib.aclosing(self._play(infer, match)) as playing:
+            async for progress in playing:
+                yield progress
+        yield match.progress()
+
+    def pack_records(self, records: Sequence[Any]) -> bytes:
+        return packed_range(records)
+
+    def division(self) -> SelfPlayDivision:
+        if self.source is not None or self.opponent_source is not None:
+            raise UsageError("nodes cannot have a network that is an object of this program. Name it: module:factory.")
+        if (why := games.why_local(type(self.game))) is not None:
+            raise UsageError(
+                f"game '{self.options.game}' is defined {why}, and nodes cannot import it from there. Write it into a "
+                "file, such as mygame.py, and give mygame.Class."
+            )
+        counted = list(self._counted().values())
+        options = self.options
+        return SelfPlayDivision(
+            options.games, self.deciding_settings, counted, options.out, options.resume, self._symmetries()
+        )
+
+    def deciding(self, arithmetic: str) -> Mapping[str, Any]:
+        return self.deciding_settings()
+
+    def _symmetries(self) -> Symmetries | None:
+        """The game's own. Raises `UsageError` for what is none."""
+        with calling(self.game):
+            return checked(self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'")
+
+    async def _play(self, infer: Infer, match: Match) -> AsyncGenerator[Progress]:
+        """All that is left of a match, from the look at the rules to the end of the workers."""
         if self.opponent is not None:
             infer.beside(self.opponent)  # refused here, before any worker is started
         if rehearsal.is_due(self.game):
             yield Progress(0, note="playing the game at random, to look at its rules", setup=True)
             await asyncio.to_thread(rehearsal.ensure, self.game, self.options.game, self._game_options)
-        match = Match(
-            self._games,
-            finished,
-            self.arguments(infer, len(finished)),
-            on_disk,
-            {name: tally for name, (tally, _) in counted.items()},
-        )
         if match.left:
             yield match.progress("starting the workers", setup=True)
-            async with self._players(infer, match.arguments) as workers:
-                async for progress in match.follow(workers):
+            async with (
+                self._players(infer, match.arguments) as workers,
+                contextlib.aclosing(match.follow(workers)) as following,
+            ):
+                async for progress in following:
                     yield progress
-        if folder:
-            for tally, of_records in counted.values():  # a worker that was killed may not have told of all its games
-                tally.add(await asyncio.to_thread(of_records, folder))
-            folder.close(match.done)
-        yield match.progress()
 
     def _players(
         self, infer: Infer, arguments: Sequence[Mapping[str, Any]]
@@ -331,13 +385,15 @@ class SelfPlayWorkload(Workload):
 
         return LocalPlayer(infer, arguments[0])
 
-    def _counted(self) -> dict[str, tuple[GameTally, Callable[[PositionsFolder], Mapping[int, Any]]]]:
-        """What is counted of games, by the name under which workers tell of it; and what reads it from records."""
-        counted: dict[str, tuple[GameTally, Callable[[PositionsFolder], Mapping[int, Any]]]] = {}
+    def _counted(self) -> dict[str, CountedOfGames]:
+        """What is counted of games, by the name under which workers tell of it."""
+        counted: dict[str, CountedOfGames] = {}
         if self.options.opponent_model is not None:
-            counted["points"] = ScoreTally(), recorded_points
+            counted["points"] = CountedOfGames(ScoreTally(), OF_POINTS, points_of_games)
         if self.options.resign is not None:
-            counted["resignations"] = Resignations(self.options.resign), game_records.recorded_ends
+            of_ends = ("finished", "returns", *arrays.OF_RESIGNATION)
+            tally = Resignations(self.options.resign)
+            counted["resignations"] = CountedOfGames(tally, of_ends, game_records.ended_games)
         return counted
 
     def _say_how_many(self) -> None:
@@ -354,9 +410,8 @@ class SelfPlayWorkload(Workload):
             )
             log.warning(said, asked, there, self.processes)
 
-    def arguments(self, infer: Infer, finished: int) -> list[dict[str, Any]]:
-        """What each worker is told: plain values."""
-        left = self.options.games - finished
+    def arguments(self, infer: Infer, left: int) -> list[dict[str, Any]]:
+        """What each worker is told: plain values. `left`: games that are to be played."""
         workers = max(1, min(self.processes, left))
         opponent = None
         if self.options.opponent_model is not None:
@@ -376,6 +431,7 @@ class SelfPlayWorkload(Workload):
                 "opponent": opponent,
                 "out": str(self.options.out) if self.options.out else None,
                 "shard_s": self.first_shard_s,
+                "sends_records": self.options.out is not None or bool(self._counted()),  # without `out`
             }
             for _ in range(workers)
         ]

@@ -1,0 +1,165 @@
+"""One shard of self-play's records: its arrays, read or mapped into memory, and games taken out of shards in any order.
+
+`positions.py` describes the arrays.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
+OF_MOVES = ("observation", "legal", "policy", "value", "player", "game", "move")  # one row a searched move
+OF_GAMES = ("finished", "returns", "sides", "resigned", "checked", "lowest", "version")  # one row a game, if there
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: the lengths of its name and of what follows that
+
+
+def read_shard(shard: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Read some arrays of a shard. Raises one of UNREADABLE."""
+    with shard.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in names}
+
+
+def mapped_arrays(shard: Path, names: Sequence[str] | None = None, check: bool = True) -> dict[str, NDArray[Any]]:
+    """Arrays of an npz file, by default all, read-only and in the file's own memory, where nothing is packed. `check`:
+    compare each with its checksum. Raises one of `UNREADABLE`.
+    """
+    with shard.open("rb") as file, zipfile.ZipFile(file) as archive:
+        names = [name.removesuffix(".npy") for name in archive.namelist()] if names is None else names
+        infos = {name: archive.getinfo(f"{name}.npy") for name in names}
+        if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
+            return read_shard(shard, names)
+        whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    found = {}
+    for name, info in infos.items():
+        begin = info.header_offset + LOCAL_HEADER.size
+        begin += sum(LOCAL_HEADER.unpack_from(whole, info.header_offset))
+        content = memoryview(whole)[begin : begin + info.file_size]
+        if len(content) != info.file_size or (check and zlib.crc32(content) != info.CRC):
+            raise ValueError(f"{info.filename} is damaged")
+        found[name] = _array_of(content)
+    return found
+
+
+def _array_of(content: memoryview) -> NDArray[Any]:
+    """The array of an npy file's bytes, without copying them. Raises `ValueError` for one of Python objects."""
+    head = io.BytesIO(content[: 1 << 16])
+    version = npy.read_magic(head)
+    read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran, dtype = read_header(head)
+    if dtype.hasobject or fortran:
+        raise ValueError("it holds Python objects, or columns in the place of rows")
+    return np.frombuffer(content, dtype, int(np.prod(shape)), head.tell()).reshape(shape)
+
+
+class GameArrays:
+    """The arrays of some games, with the place of each game in them. Rows that are not by game and move already are
+    sorted first. Arrays with a row a move may be missing, all of them.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.numbers: NDArray[np.int64] = arrays["finished"]  # [games]
+        games, moves = (arrays.get(name, np.zeros(0, np.int64)) for name in ("game", "move"))
+        begins = np.flatnonzero(np.diff(games, prepend=-1))  # of each run of rows of one game
+        follows = np.diff(games) == 0
+        if len(np.unique(games[begins])) < len(begins) or (np.diff(moves)[follows] <= 0).any():
+            order = np.lexsort((moves, games))
+            arrays = {name: array[order] if name in OF_MOVES else array for name, array in arrays.items()}
+            games = arrays["game"]
+            begins = np.flatnonzero(np.diff(games, prepend=-1))
+        self.arrays = arrays
+        ends = np.append(begins[1:], len(games))
+        by_number = np.argsort(games[begins])
+        found = np.searchsorted(games[begins], self.numbers, sorter=by_number) if len(begins) else self.numbers
+        self.starts = np.zeros(len(self.numbers), np.int64)  # [games]: the first row of each, and the one after its
+        self.ends = np.zeros(len(self.numbers), np.int64)  # last; the same of a game without a searched move
+        if len(begins):
+            runs = by_number[np.minimum(found, len(begins) - 1)]
+            has_rows = games[begins][runs] == self.numbers
+            self.starts[has_rows], self.ends[has_rows] = begins[runs][has_rows], ends[runs][has_rows]
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each game, [games], the same in whatever shard it lies."""
+        move = sum(_bytes_of_row(array) for name, array in self.arrays.items() if name in OF_MOVES)
+        game = sum(_bytes_of_row(self.arrays[name]) for name in ("finished", "returns"))
+        return (self.ends - self.starts) * move + game
+
+
+def _bytes_of_row(array: NDArray[Any]) -> int:
+    return array.dtype.itemsize * int(np.prod(array.shape[1:]))
+
+
+class GameRecord(NamedTuple):
+    """One game among others."""
+
+    games: GameArrays
+    place: int
+    version: str = ""  # of the weights that played it, where they change during a run
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Games that lie next to one another in the same arrays, and so do their rows."""
+
+    games: GameArrays
+    first: int
+    last: int  # place after the last game's
+    row: int
+    end: int
+
+    def part(self, name: str) -> NDArray[Any]:
+        array: NDArray[Any] = self.games.arrays[name]
+        return array[self.row : self.end] if name in OF_MOVES else array[self.first : self.last]
+
+
+def gathered(records: Sequence[GameRecord]) -> dict[str, NDArray[Any]]:
+    """The arrays of these games, at least one, in this order. Raises `KeyError` where one lacks an array of another,
+    `ValueError` where they have other sizes.
+    """
+    pieces = list(_pieces(records))
+    known = [*OF_MOVES, *OF_GAMES]
+    names = sorted(pieces[0].games.arrays, key=lambda name: (known.index(name) if name in known else len(known), name))
+    made = {name: np.concatenate([piece.part(name) for piece in pieces]) for name in names}
+    if any(record.version for record in records):
+        made["version"] = np.array([record.version for record in records])
+    return made
+
+
+def _pieces(records: Iterable[GameRecord]) -> Iterator[_Piece]:
+    piece: _Piece | None = None
+    for games, place, _ in records:
+        start, end = int(games.starts[place]), int(games.ends[place])
+        if piece is not None and piece.games is games and piece.last == place and (piece.end == start or start == end):
+            piece.last, piece.end = place + 1, max(end, piece.end)
+            continue
+        if piece is not None:
+            yield piece
+        piece = _Piece(games, place, place + 1, start, end)
+    if piece is not None:
+        yield piece
+
+
+def packed(records: Sequence[GameRecord]) -> bytes:
+    """A shard of these games, the same bytes wherever it is made, as the archive's dates are fixed. Raises as
+    `gathered` does.
+    """
+    file = io.BytesIO()
+    np.savez(file, **gathered(records))  # type: ignore[arg-type]  # its `allow_pickle` comes with NumPy 2.1
+    return file.getvalue()
+
+
+def unpacked(content: bytes | memoryview) -> dict[str, NDArray[Any]]:
+    """The arrays of a shard's bytes. Raises one of `UNREADABLE`."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
