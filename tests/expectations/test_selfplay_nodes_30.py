@@ -140,7 +140,7 @@ def test_a_divided_run_leaves_the_bytes_of_one_machine(options, tmp_path):
     division = workload(**options, out=divided).division()
     kept(division, parts)
     assert bytes_of(divided) == bytes_of(plain)
-    assert len(shards_of(plain)) > 3
+    assert len(shards_of(plain)) >= 3
     for section in ("strength", "resignation"):
         if report.get(section):
             wins = {"strength": "wins", "resignation": "resigned"}[section]
