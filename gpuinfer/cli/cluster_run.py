@@ -78,6 +78,7 @@ def nodes_plan(merged: Settings) -> NodesPlan:
         address=wanted.coordinator,
         quiet=common.quiet,
         verbose=common.verbose,
+        devices=common.devices,
     )
 
 

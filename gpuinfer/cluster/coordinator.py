@@ -127,6 +127,7 @@ class Coordinator:
             closing.push_async_callback(self._server.close)
             closing.push_async_callback(self._processes.close, broken)
             self._over = True
+            self._processes.end()
             self._wake()
             if not broken:
                 await self._until_left()
@@ -188,6 +189,7 @@ class Coordinator:
                     log.warning("the deadline is near: stopping, and keeping what is finished. --resume goes on.")
                     stopping.set()
                 self._stopping = True
+                self._processes.end()
                 self._wake()
             if self._stopping:
                 await self._until_left()
@@ -226,15 +228,18 @@ class Coordinator:
             log.warning("%s is given up (%s): others compute what it had", entry.name, lost.reason)
             self._processes.lost(entry.hello.index)
             self._wake()
-        if self._begun and self._joined < self._plan.least and self._processes.alive() < self._plan.least:
-            self._few_since = self._few_since or now
-            if now > self._few_since + WAIT_S:
-                raise WorkError(
-                    f"{self._joined} nodes are left, and --nodes-min {self._plan.least} are needed. What is finished "
-                    "is kept: the same command with --resume goes on."
-                )
-        else:
+        least = self._plan.least
+        if self._joined >= least or self._processes.alive() >= least:
             self._few_since = None
+            return
+        self._few_since = self._few_since or now
+        if now > self._few_since + WAIT_S:
+            first = self._processes.first_failure
+            failures = "" if first is None else f" Of those that failed, the first says: {first}"
+            raise WorkError(
+                f"{self._joined} nodes are there, and --nodes-min {least} are needed. What is finished is kept: the "
+                f"same command with --resume goes on.{failures}"
+            )
 
     def _fail(self, error: Exception) -> None:
         """The run cannot go on."""
@@ -313,6 +318,8 @@ class Coordinator:
         if entry.state != "joined":
             raise UnknownNode(f"{entry.name} was given up ({entry.reason or entry.state}). Start it again.")
         now = time.monotonic()
+        if entry.sees_folder != state.sees_folder:
+            log.info("%s sees %s, and writes its records there", entry.name, self._division.folder)
         entry.sees_folder = state.sees_folder
         self._core.heard(entry.number, now, state.done, state.on_hand, state.parallel)
         for start, stop in state.released:

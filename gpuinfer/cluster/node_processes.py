@@ -8,7 +8,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,8 @@ class NodesPlan:
     least: int = 1
     deadline_s: float | None = None
     address: str | None = None
-    quiet: bool = True
     verbose: int = 0
-    logs: Path | None = None
+    devices: Sequence[str] = ("auto",)  # of each node's `Setup`
 
 
 class NodeProcesses:
@@ -97,11 +96,20 @@ class NodeProcesses:
         if index is not None:
             self._refused[index] = why
 
+    def end(self) -> None:
+        """None that ends from now on is started again: the run is over, or is to stop."""
+        self._closing = True
+
     def alive(self) -> int:
         """How many run, or may come up yet."""
         if not self._plan.launcher.starts:
             return self._plan.nodes
         return len(self._tasks) - len(self._given_up)
+
+    @property
+    def first_failure(self) -> Exception | None:
+        """Of those that were given up."""
+        return self._given_up[min(self._given_up)] if self._given_up else None
 
     def log_of(self, index: int | None) -> Path | None:
         process = self._processes.get(index) if index is not None else None
@@ -138,8 +146,7 @@ class NodeProcesses:
     def _give_up(self, index: int, why: Exception) -> None:
         self._given_up[index] = why
         if len(self._given_up) == len(self._tasks):
-            first = self._given_up[min(self._given_up)]
-            self._failed(first)
+            self._failed(self.first_failure or why)
         else:
             log.warning("node %d is given up, and the others go on: %s", index, why)
 
@@ -155,7 +162,7 @@ class NodeProcesses:
             own = cores[index % len(cores) :: plan.nodes] or [cores[index % len(cores)]]
             words += ["--cpus", ",".join(map(str, own))]
             threads = len(own)
-            if machine.wants_cuda(("auto",)) and (gpus := gpus_here()):
+            if machine.wants_cuda(plan.devices) and (gpus := gpus_here()):
                 devices = ",".join(gpus[index % len(gpus) :: plan.nodes])
         return ProcessPlan(
             name=f"node-{index}",
@@ -166,7 +173,6 @@ class NodeProcesses:
             threads=threads,
             arguments=tuple(words),
             attempt=attempt,
-            logs=plan.logs,
             serves=False,
             dials=address,
         )
