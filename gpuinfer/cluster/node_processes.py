@@ -36,6 +36,7 @@ class NodesPlan:
     least: int = 1
     deadline_s: float | None = None
     address: str | None = None
+    quiet: bool = False
     verbose: int = 0
     devices: Sequence[str] = ("auto",)  # of each node's `Setup`
 
