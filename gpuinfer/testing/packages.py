@@ -133,6 +133,12 @@ def _check_policy(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> 
     check_policy(lambda: plugin(SETUP, **values), examiner=order.examiner(""))
 
 
+def _check_launcher(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
+    from gpuinfer.testing.launchers import check_launcher  # likewise
+
+    check_launcher(plugin, values, examiner=order.examiner(""))
+
+
 CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], object]] = {
     "backends": _check_backend,
     "strategies": lambda plugin, values, order: check_strategy(
@@ -145,6 +151,7 @@ CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], object]] = {
     "decoders": _check_decoder,
     "environments": _check_environment,
     "routing": _check_policy,
+    "launchers": _check_launcher,
 }
 
 

@@ -49,7 +49,7 @@ def test_every_entry_point_loads(there):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     groups = {name.partition(":")[0] for name in told}
-    kinds = {"backends", "strategies", "workloads", "games", "environments", "decoders", "routing"}
+    kinds = {"backends", "strategies", "workloads", "games", "environments", "decoders", "routing", "launchers"}
     assert groups == {"console_scripts", *(f"gpuinfer.{kind}" for kind in kinds)}
     assert {error for error in told.values() if error} <= (set() if there.torch else {"torch"})
     assert list(told.values()).count("") > 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import secrets
@@ -20,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 SHAMS = str(Path(__file__).parents[1] / "launchers")
 sys.path.insert(0, SHAMS)
@@ -35,9 +37,11 @@ from gpuinfer.cli.building import launcher_options, merge  # noqa: E402
 from gpuinfer.config import registry  # noqa: E402
 from gpuinfer.config.options import GivenValue  # noqa: E402
 from gpuinfer.errors import UnknownName, UsageError, WorkError  # noqa: E402
-from gpuinfer.launchers.base import ProcessPlan, make_launcher  # noqa: E402
+from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan, make_launcher  # noqa: E402
 from gpuinfer.launchers.local import LocalLauncher  # noqa: E402
 from gpuinfer.launchers.ssh import SshLauncher  # noqa: E402
+from gpuinfer.testing import assert_ok, launchers  # noqa: E402
+from gpuinfer.testing.launchers import check_launcher  # noqa: E402
 
 WAIT_S = 3 * SECONDS
 
@@ -385,3 +389,71 @@ def test_serve_keeps_two_replicas_on_a_host_of_ssh_though_one_is_killed(there, t
         until_served(lambda: ask("/stats")["healthy_workers"] == 2, lambda: fleet.log)
         assert fleet.end() == 0, fleet.log
     until_served(lambda: not there.sessions(), lambda: str(there.sessions()))
+
+
+# A launcher of one's own
+
+
+class Reserved(LocalLauncher):
+    """Has a key that a run takes for itself, and room for nothing."""
+
+    class Options(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        nodes: int = 1
+
+    capacity = 0
+
+    def check(self) -> None:
+        raise UsageError("there is no cluster here. Run this where there is one.")
+
+
+class Forgetful(LocalLauncher):
+    """Forgets the last words of its processes."""
+
+    name = "forgetful"
+
+    async def launch(self, plan: ProcessPlan) -> LaunchedProcess:
+        launched = await super().launch(plan)
+        launched.failure = lambda why: WorkError("it failed. Try again.")
+        return launched
+
+
+def faults(kind: type[Launcher]) -> dict[str, str]:
+    return {one.name: one.detail for one in check_launcher(kind) if not one.ok or one.skipped}
+
+
+def test_the_kit_names_what_is_wrong_with_a_launcher_and_tries_nothing_where_it_cannot_work():
+    found = faults(Reserved)
+    assert "its option 'nodes' is a key of -L that a run takes for itself" in found["has options of its own names"]
+    assert found["says what it is"].startswith("capacity is 0.")
+    assert (
+        found[launchers.SERVES]
+        == "not tried: it cannot work here: there is no cluster here. Run this where there is one."
+    )
+
+
+@pytest.mark.thorough
+def test_the_kit_finds_our_own_launcher_in_order_and_names_the_faults_of_one_that_is_not():
+    assert_ok(check_launcher(LocalLauncher))
+    assert set(faults(Forgetful)) == {launchers.FAILS}
+
+
+@ssh
+@limit
+@pytest.mark.parametrize("tunnel", [False, True])
+def test_the_launcher_by_ssh_keeps_the_contract(there, tunnel):
+    assert_ok(check_launcher(SshLauncher, {"hosts": there.host, "options": there.options, "tunnel": tunnel}))
+
+
+@pytest.mark.thorough
+def test_a_new_launcher_is_written_with_a_package_that_keeps_the_contract(acme, gpuinfer, monkeypatch):
+    """Its own tests and lint: tests/adding."""
+    code, out, _ = gpuinfer("plugins", "new", "launcher", "gentle")
+    assert (code, "gpuinfer_gentle/launcher.py" in out) == (0, True)
+    monkeypatch.syspath_prepend(str(acme / "gpuinfer-gentle"))
+    try:
+        assert_ok(check_launcher(importlib.import_module("gpuinfer_gentle.launcher").GentleLauncher))
+    finally:
+        for name in [one for one in sys.modules if one.startswith("gpuinfer_gentle")]:
+            del sys.modules[name]

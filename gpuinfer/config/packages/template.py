@@ -77,6 +77,15 @@ KINDS = {
         ("gpuinfer simulate --rate 500 --alpha 1ms --beta 4ms --replicas 4 --routing {name} --requests 2000",),
         ("pydantic>=2.9",),
     ),
+    "launcher": TemplateKind(
+        "A launcher for gpuinfer: processes of this machine that let others go first",
+        {"launcher.py": "the launcher `{name}`, with its options"},
+        (
+            "gpuinfer generate --backend fleet -B replicas=2 -B launcher={name} --model tiny --max-new-tokens 16 "
+            '--prompt "Once upon a time"',
+        ),
+        ("pydantic>=2.9",),
+    ),
     "environment": TemplateKind(
         "An environment for gpuinfer's rollouts: sentences of a given number of words",
         {"environment.py": "the environment `{name}`, with its options"},
