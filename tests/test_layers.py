@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 # What others may import of a part: its modules with these names, from the part on. All else is the part's own affair.
 FACADES: dict[str, set[str]] = {
     "backends": {"fallback", "inprocess", "service_model", "vllm_engine.list_constraints"},
-    "central": {"async_client", "connection", "protocol", "server", "server_process"},
+    "central": {"async_client", "connection", "protocol", "server", "server_process", "training_process"},
     "cluster": {
         "cluster_backend",
         "cluster_workload",
@@ -146,6 +146,7 @@ FACADES: dict[str, set[str]] = {
     },
     "models": {
         "cuda_graphs",
+        "data_parallel",
         "device",
         "device_arbiter",
         "footprint",

@@ -1,33 +1,45 @@
-"""One server process with the model for all worker processes: batches form there, rows travel in shared memory."""
+"""One server process with the model for all worker processes: batches form there, rows travel in shared memory. A model
+in training is in such a process too, with the trainer as its one client.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelKind, ModelSpec, Request, Result, Setup
 from gpuinfer.central.async_client import AsyncClient, RemoteTextBackend, TextConnector
 from gpuinfer.central.connection import CentralConnection
 from gpuinfer.central.protocol import ServerAddress, WeightsChange
 from gpuinfer.central.server import ServerProcess
+from gpuinfer.central.training_process import TrainingProcess
 from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
-from gpuinfer.models import model_options
-from gpuinfer.models.model_options import PARALLEL, Parallel
+from gpuinfer.models import model_options, processor
+from gpuinfer.models.model_options import (
+    LAYERS,
+    PARALLEL,
+    WITH_STAGES,
+    CheckpointSegments,
+    GradientLoss,
+    Parallel,
+)
 from gpuinfer.text import precision
 from gpuinfer.text.text_options import TorchModelOptions, changed_arithmetic
 
+OF_GRADIENTS = ("loss", "checkpoint_segments", "layers")  # options without effect on answers
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
 
 class CentralRemote(RemoteTextBackend):
     """A way to a server that somebody else started, of rows or of text."""
 
-    serves = ("rows", "text")
+    serves: ClassVar[Sequence[ModelKind]] = ("rows", "text")
 
     def __init__(
         self,
@@ -111,13 +123,23 @@ class Central(CentralRemote):
         parallel: Parallel = Field("data", description=f"of text: {PARALLEL}")
         max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
         batch_timeout: float = Field(300.0, gt=0, description="seconds after which a batch is given up, and the server")
+        loss: GradientLoss = None
+        checkpoint_segments: CheckpointSegments = None
+        layers: str | None = Field(None, min_length=1, description=LAYERS, json_schema_extra=WITH_STAGES)
         restart: bool = Field(False, description="bring a server that died back; what was outstanding is asked again")
 
     options: Options
+    serves = ("rows", "text", "gradients")
     several_devices = True
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
+        self._training: TrainingProcess | None = None
+        self._trains = self.setup.model is not None and self.setup.model.kind == "gradients"
+        if self._trains:  # its one client sends whole batches: the engine here counts them
+            self.remote = False  # type: ignore[misc]
+            self.limits = Limits(self.options.max_rows or 1)
+            self._thread = ThreadPoolExecutor(1, "gpuinfer-training-client")
         self.setup = model_options.with_stage_devices(self.setup, self.options.stages)
         if self.setup.share != 1.0:
             raise UsageError(
@@ -125,7 +147,8 @@ class Central(CentralRemote):
                 "nobody divides the device between these. Choose --backend inprocess, or leave --share out."
             )
         self._server: ServerProcess | None = None
-        self.notices = precision.notices(self.setup, self.options.compute)
+        notices = processor.training_notices if self._trains else precision.notices
+        self.notices = notices(self.setup, self.options.compute)
 
     @property
     def arithmetic(self) -> str:
@@ -152,6 +175,16 @@ class Central(CentralRemote):
                 "the backend 'central' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
+        given = [name for name in OF_GRADIENTS if getattr(self.options, name) is not None]
+        if given and not self._trains:
+            raise UsageError(
+                f"-B {given[0]} of the backend 'central' is of models in training, and this one answers. Leave it out."
+            )
+        if self._trains and self.options.restart:
+            raise UsageError(
+                "-B restart is of models that answer: training that has lost its server goes on with --resume. Leave "
+                "it out."
+            )
         if self.options.parallel != "data" and self.setup.model.kind != "text":
             raise UsageError(
                 f"parallel={self.options.parallel} of the backend 'central' is of models of text, and this one is of "
@@ -172,6 +205,10 @@ class Central(CentralRemote):
     async def start(self, context: BackendContext) -> None:
         """Start the server and wait until it serves. Raises `UsageError` when there is no model that fits."""
         self._refuse_what_does_not_fit()
+        if self._trains:
+            self._training = TrainingProcess(self.setup, self.options)
+            self.limits = await asyncio.to_thread(self._training.start)
+            return
         if context.strategy is None:
             raise UsageError("the backend 'central' forms batches itself. Give start() a context with a strategy.")
         own = self.options
@@ -188,7 +225,33 @@ class Central(CentralRemote):
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
         await super().start(context)
 
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        """As `CentralRemote`; of a model in training payloads are `gradients.TrainingBatch`."""
+        if self._training is None:
+            return await super().infer(batch)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._passes, self._training, batch)
+
+    @staticmethod
+    def _passes(training: TrainingProcess, batch: Sequence[Request]) -> list[Result]:
+        results: list[Result] = []
+        for request in batch:
+            try:
+                results.append(training.passed(request.payload))
+            except GpuinferError as error:  # the answer of its request
+                results.append(error)
+        return results
+
+    @property
+    def streams(self) -> bool:
+        return not self._trains
+
+    @property
+    def lost(self) -> BackendDied | None:
+        return super().lost if self._training is None else self._training.lost
+
     def connect(self) -> Connector:
+        if self._trains:
+            raise UsageError("a model in training has one client, the process that has started it. Leave workers out.")
         if self._server is None:
             raise UsageError("the backend 'central' has not been started. Await start() before connect().")
         return TextConnector(CentralRemote, self.setup, self._server.address, self._server.restarts_within_s)
@@ -224,9 +287,13 @@ class Central(CentralRemote):
         return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()
 
     def device(self) -> Mapping[str, Any]:
-        return {}  # in the server's own snapshot
+        return {} if self._training is None else self._training.device()  # else in the server's own snapshot
 
     async def close(self) -> None:
         await super().close()
         if self._server is not None:
             await asyncio.to_thread(self._server.close, quiet=True)
+        training, self._training = self._training, None
+        if training is not None:
+            await asyncio.to_thread(training.close)
+            self._thread.shutdown(wait=False)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
@@ -31,7 +31,7 @@ from gpuinfer.host import error_text, machine
 from gpuinfer.models import model_options, processor
 from gpuinfer.models.device_arbiter import DeviceSlot, UnsharedSlot, arbiter_of
 from gpuinfer.models.memory_watch import MemoryWatch
-from gpuinfer.models.model_options import LAYERS, WITH_STAGES
+from gpuinfer.models.model_options import LAYERS, WITH_STAGES, CheckpointSegments, GradientLoss
 from gpuinfer.models.row_format import answers_by_halving, misfit
 from gpuinfer.text import precision
 from gpuinfer.text.model import TextModel
@@ -104,10 +104,8 @@ class InProcess(Backend):
 
     class Options(TorchModelOptions):
         backward: bool = Field(False, description="answer batches of training with the gradients of a loss")
-        loss: str | None = Field(None, description="of gradients: module:function of (answers, targets) [policy-value]")
-        checkpoint_segments: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
-            None, description="of gradients: keep activations of so many segments of the layers alone, or auto"
-        )
+        loss: GradientLoss = None
+        checkpoint_segments: CheckpointSegments = None
         layers: str | None = Field(None, min_length=1, description=LAYERS, json_schema_extra=WITH_STAGES)
         gate: bool = Field(
             True, description="models of one run share the device; false: each computes as if it were alone"
@@ -396,7 +394,10 @@ class InProcess(Backend):
         if self._watch is not None:
             self._watch.stop()
         self._place.close()
-        threads, self._threads, self._gradients = self._threads, None, None
+        threads, self._threads = self._threads, None
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            await asyncio.to_thread(gradients.close)
         opened, self._opened = self._opened, None
         if opened is not None:
             await asyncio.to_thread(opened.close)

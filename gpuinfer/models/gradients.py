@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -24,7 +24,7 @@ from gpuinfer.api import Limits, ModelSpec, Setup, enter_station
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
 from gpuinfer.models import losses, model_layers
-from gpuinfer.models.device import Gauge, resolve_device
+from gpuinfer.models.device import Gauge, resolve_device, resolve_devices, setups_of
 from gpuinfer.models.load import probe, with_weights
 from gpuinfer.models.model_layers import check_same
 from gpuinfer.models.networks import mismatch
@@ -75,6 +75,7 @@ def _key(tensor: Tensor) -> int:
 
 
 MAX_ROWS = 65_536
+RANKS_APART = 1 << 40  # between the seeds of two ranks: each draws other numbers for its part of a batch
 SPREAD = 0x9E3779B97F4A7C15  # odd and large: seeds that follow one another draw other numbers at all steps
 TRIED_ROWS = 3  # for whether a model in segments still answers as it did
 
@@ -99,13 +100,32 @@ class OpenedGradients:
     limits: Limits
     passed: Callable[[TrainingBatch], Gradients]
     device: Callable[[], Mapping[str, Any]]
+    close: Callable[[], None] = lambda: None
 
 
 def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> OpenedGradients:
-    """Build the model in its trainable form with float32 weights, and try it. Sets threads for the whole process.
+    """Build the model in its trainable form with float32 weights, and try it. Sets threads for the whole process. On
+    several devices each batch is divided among them (`data_parallel.py`).
 
     Raises `UsageError` when the model or the loss cannot be loaded, or the model's layers cannot be told apart.
     """
+    devices = resolve_devices(setup.devices)
+    if len(devices) > 1:
+        from gpuinfer.models.data_parallel import open_data_parallel
+
+        return open_data_parallel(spec, setups_of(setup, devices), tuning)
+    passes, facts = open_pass(spec, setup, tuning)
+    gauge, threads = Gauge(devices[0]), threads_for(setup, tuning)
+
+    def passed(batch: TrainingBatch) -> Gradients:
+        compute_with(threads)  # another thread may have set another number
+        return passes(batch)
+
+    return OpenedGradients(Limits(facts["in_force"]["max_rows"]), passed, lambda: {**gauge.read(), **facts})
+
+
+def open_pass(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> tuple[GradientPass, dict[str, Any]]:
+    """The model on its one device, as `open_gradients` opens it, and what the report says of it."""
     refuse_float16_gradients(setup)
     if (tuning.in_flight or 1) > 1:
         raise UsageError(
@@ -131,24 +151,15 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
         checkpoint_segments=tuning.checkpoint_segments,
         layers=tuning.layers,
     )
-    gauge, threads = Gauge(device), threads_for(setup, tuning)
-    limits = Limits(tuning.max_rows or MAX_ROWS)
-    in_force = {"max_rows": limits.max_rows, "in_flight": 1, "threads": threads, "segments": passes.segments}
-
-    def passed(batch: TrainingBatch) -> Gradients:
-        compute_with(threads)  # another thread may have set another number
-        return passes(batch)
-
-    return OpenedGradients(
-        limits,
-        passed,
-        lambda: {
-            **gauge.read(),
-            "computes_in": computed,
-            "threads": computing_threads(device, threads),
-            "in_force": in_force,
-        },
-    )
+    threads = threads_for(setup, tuning)
+    in_force = {
+        "max_rows": tuning.max_rows or MAX_ROWS,
+        "in_flight": 1,
+        "threads": threads,
+        "segments": passes.segments,
+    }
+    facts = {"computes_in": computed, "threads": computing_threads(device, threads), "in_force": in_force}
+    return passes, facts
 
 
 class GradientPass:
@@ -193,17 +204,38 @@ class GradientPass:
             divided = module
             check_same(spec.name, before, lambda: divided.eval()(rows), "with its layers in segments", cure)
         self.module = module
+        self._replica: nn.Module | None = None  # the same, averaging gradients over ranks; made by the first pass
+        self._parts = 1  # into which each batch is divided
 
-    def __call__(self, batch: TrainingBatch) -> Gradients:
-        """Raises `BackendError` for a batch that does not fit the model, a loss that is not a number, and when memory
+    @property
+    def device(self) -> torch.device:
+        """Where its parameters are."""
+        return self._device
+
+    def distribute(self, rank: int, ranks: int) -> None:
+        """Compute one of `ranks` parts of each batch from now on, in the default process group of torch.distributed,
+        which all ranks have joined: gradients are those of the whole batch, on every rank.
+        """
+        self._parts = ranks
+        self._seed += rank * RANKS_APART
+
+    def __call__(self, batch: TrainingBatch, rows_in_all: int | None = None) -> Gradients:
+        """Where the batch is a part, the whole has `rows_in_all` rows; loss, parts and buffers are those of the part.
+
+        Raises `BackendError` for a batch that does not fit the model, a loss that is not a number, and when memory
         runs out.
         """
-        if fault := self._misfit(batch):
-            raise fault
+        self.refuse_misfit(batch)
         try:
             enter_station("transfer")
             self._use(batch)
-            return self._passed(batch) if batch.backward else self._tried(batch)
+            if not batch.backward:
+                return self._tried(batch)
+            if self._parts > 1:
+                self._take_first_weights()
+                self._replica = self._replica or self._replicated(batch)
+            rows = len(batch.features)
+            return self._passed(batch, 1.0 if rows_in_all is None else rows * self._parts / rows_in_all)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -215,6 +247,42 @@ class GradientPass:
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
+
+    def refuse_misfit(self, batch: TrainingBatch) -> None:
+        """Raises `BackendError` for a batch that does not fit the model."""
+        if fault := self._misfit(batch):
+            raise fault
+
+    def _take_first_weights(self) -> None:
+        """Have the parameters that the first rank was given for this batch, by one broadcast. Buffers follow in the
+        forward.
+        """
+        parameters = list(self._parameters.values())
+        flat = torch.cat([one.detach().reshape(-1) for one in parameters])
+        distributed.broadcast(flat, 0)
+        if distributed.get_rank() > 0:
+            with torch.no_grad():
+                for one, part in zip(parameters, torch.split(flat, [one.numel() for one in parameters]), strict=True):
+                    one.copy_(part.view_as(one))
+
+    def _replicated(self, batch: TrainingBatch) -> nn.Module:
+        """The module as DistributedDataParallel. Whether the loss depends on all parameters is tried on this batch: the
+        search for those that it does not depend on costs time in each pass.
+        """
+        self.module.train()
+        buffers = {name: one.detach().clone() for name, one in self._buffers.items()}
+        with self._random(batch.version):
+            loss, _ = self._forward(batch, self.module)
+            loss.backward()  # type: ignore[no-untyped-call]
+        unused = any(one.requires_grad and one.grad is None for one in self._parameters.values())
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        with torch.no_grad():
+            for name, buffer in self._buffers.items():
+                buffer.copy_(buffers[name])
+        on_any = torch.tensor(float(unused), device=self._device)
+        distributed.all_reduce(on_any, distributed.ReduceOp.MAX)
+        return nn.parallel.DistributedDataParallel(self.module, find_unused_parameters=bool(on_any))
 
     def _misfit(self, batch: TrainingBatch) -> BackendError | None:
         if not isinstance(batch, TrainingBatch):
@@ -256,17 +324,18 @@ class GradientPass:
             for name, buffer in self._buffers.items():
                 buffer.copy_(source[name])
 
-    def _passed(self, batch: TrainingBatch) -> Gradients:
+    def _passed(self, batch: TrainingBatch, weight: float) -> Gradients:
         kept = batch.keep_on_device and self._device.type != "cpu"
         self.module.train()
         with self._counted(len(batch.features)), self._random(batch.version):
             began = self._mark()
-            loss, parts = self._forward(batch)
+            loss, parts = self._forward(batch, self._replica or self.module)
             # Before the way back, in which layers in segments go forward once more.
             buffers = {name: one.detach().clone() for name, one in self._buffers.items()}
             half = self._mark()
             enter_station("backward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            # What ranks compute is averaged with equal weights, however many rows each has had.
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
             ended = self._mark()
         number, named = self._read(loss, parts, batch)
         enter_station("transfer")
@@ -285,12 +354,14 @@ class GradientPass:
         self.module.eval()
         with torch.no_grad():
             began = self._mark()
-            loss, parts = self._forward(batch)
+            loss, parts = self._forward(batch, self.module)
             ended = self._mark()
             number, named = self._read(loss, parts, batch)
         return Gradients(number, {}, named, forward_s=seconds_between(began, ended), loss_name=self._loss_name)
 
-    def _forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
+    def _forward(
+        self, batch: TrainingBatch, module: Callable[[Tensor], Any]
+    ) -> tuple[Tensor, dict[str, float | Tensor]]:
         rows = batch.features
         if self._spec.input_dtype == BITS:
             rows = np.unpackbits(rows, axis=1, count=self._spec.inputs, bitorder="little")
@@ -298,7 +369,7 @@ class GradientPass:
         targets = {name: queued(one, self._device) for name, one in batch.targets.items()}
         enter_station("forward")
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
-            answers = self.module(inputs)
+            answers = module(inputs)
         answers = rearranged(answers, [one.float() for one in tensors_of(answers)])
         return losses.loss_and_parts(self._loss_name, self._loss, answers, targets, batch.settings)
 

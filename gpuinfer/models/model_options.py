@@ -66,6 +66,13 @@ MaxRows = Annotated[
     Field(description="rows in one batch; default 4096 on a CPU, more on CUDA"),
 ]
 ChunkRows = Annotated[Annotated[int, Field(ge=1)] | None, Field(description="rows that go through the model at once")]
+GradientLoss = Annotated[
+    str | None, Field(description="of gradients: module:function of (answers, targets) [policy-value]")
+]
+CheckpointSegments = Annotated[
+    Annotated[int, Field(ge=1)] | Literal["auto"] | None,
+    Field(description="of gradients: keep activations of so many segments of the layers alone, or auto"),
+]
 CompileMode = bool | Literal["default", "reduce-overhead", "max-autotune"]
 Compile = Annotated[
     CompileMode,

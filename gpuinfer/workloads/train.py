@@ -21,7 +21,7 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.errors import BackendDied, UnknownName, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
 from gpuinfer.host import machine
 from gpuinfer.models.positions import Positions, Symmetries, positions_of, sizes_of, symmetries_of
@@ -288,7 +288,12 @@ class _TrainingRun:
         yield self._progress()
         with self._infer.client() as me:
             while self._step < own.steps and not self._infer.stopping.is_set():
-                await self._one_step(me)
+                try:
+                    await self._one_step(me)
+                except BackendDied:  # the weights are here, and whole
+                    if self._step > self._kept:
+                        await self._keep()
+                    raise
                 if self._step % own.checkpoint_every == 0 and self._step < own.steps:
                     await self._validate(me)
                     await self._keep()

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file
+from train.train_models import positions
 
 from gpuinfer.api import Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.errors import BackendDied, BackendError, UsageError
+from gpuinfer.gradients import TrainingBatch
 from gpuinfer.lab.loop import loop_summary
 from gpuinfer.lab.loop.loop_runner import LoopPlan, run_loop
 from gpuinfer.lab.loop.loop_times import LoopTimes, times_line
+from gpuinfer.models.data_parallel import divided
 from gpuinfer.models.load import write_weights
-from gpuinfer.models.positions import positions_of
+from gpuinfer.models.positions import PositionsFolder, positions_of
+from gpuinfer.report import plotting
 from gpuinfer.runtime.run import execute
 from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.workloads.optimizer import TrainingFolder
 from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
+from gpuinfer.workloads.train import Train
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -71,6 +81,112 @@ def test_two_networks_play_on_servers_the_games_that_they_play_in_process(tmp_pa
     for name in ("observation", "policy", "value"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert report["strength"] == right["strength"]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    written = PositionsFolder(folder)
+    written.open({"game": "made up", "game_options": {}}, resume=False)
+    written.write(positions(300))
+    written.close(300)
+    return folder
+
+
+def trained(records, out, kind=InProcess, devices=("cpu",), steps=12, until=None, **options):
+    """The weights that come of a training, and its report. `until` is called with each update."""
+    work = Train(
+        Setup(seed=5, devices=devices),
+        records=[records],
+        out=out,
+        model="blobnet-small",
+        steps=steps,
+        batch_size=33,
+        learning_rate=0.003,
+        warmup_steps=2,
+        checkpoint_every=1000,
+        picture=False,
+        resume=out.exists(),
+    )
+    setup = Setup(model=work.model(), seed=5, devices=devices)
+    backend = kind(setup, threads=1, **options)
+    more = {} if until is None else {"on_update": until, "update_s": 0.01}
+    done = execute(work, backend, Dynamic(setup), roofline=False, **more)
+    report = asyncio.run(asyncio.wait_for(done, WAIT_S))
+    return load_file(out / "weights.safetensors"), report
+
+
+def losses(out):
+    return [row["loss"] for row in plotting.read_losses(out / plotting.LOSS_FILE) if "loss" in row]
+
+
+def training_processes():
+    return [one for one in multiprocessing.active_children() if "training" in one.name]
+
+
+def test_training_on_two_devices_has_the_losses_of_one(records, tmp_path):
+    """Torch's DistributedDataParallel over gloo: 33 rows a batch, which are 16 and 17."""
+    one, _ = trained(records, tmp_path / "one")
+    two, report = trained(records, tmp_path / "two", devices=("cpu", "cpu"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    for name, weight in one.items():
+        assert np.allclose(two[name], weight, atol=1e-4), name
+    rows = {name: device["rows"] for name, device in report["device"]["devices"].items()}
+    assert rows == {"cpu:0": 12 * 16, "cpu:1": 12 * 17}
+    assert training_processes() == [], "nothing is left running"
+    assert not torch.distributed.is_initialized()
+
+
+def test_training_whose_second_process_is_killed_says_so_and_goes_on_from_its_last_step(records, tmp_path):
+    def kill(update):
+        if update.progress.done >= 3:
+            for one in training_processes():
+                one.kill()
+
+    with pytest.raises(BackendDied, match=r"trains on cpu \(rank 1\) was killed .* --resume"):
+        trained(records, tmp_path / "out", devices=("cpu", "cpu"), steps=20_000, until=kill)
+    assert training_processes() == [], "nothing is left running"
+    step, _, _ = TrainingFolder(tmp_path / "out").last()
+    assert step >= 3, "what was trained is kept, though no checkpoint was due"
+
+
+def test_training_on_a_central_server_is_that_of_this_process_bit_for_bit(records, tmp_path):
+    one, _ = trained(records, tmp_path / "one")
+    served, report = trained(records, tmp_path / "served", Central)
+    assert (report["status"], report["errors"]["failed"]) == ("done", 0)
+    assert report["batches"]["count"] > 12, "the server's passes are counted"
+    for name, weight in one.items():
+        assert np.array_equal(served[name], weight), name
+
+
+def test_training_whose_server_is_killed_says_so_and_keeps_its_last_step(records, tmp_path):
+    def kill(update):
+        if update.progress.done >= 3:
+            for one in training_processes():
+                one.kill()
+
+    with pytest.raises(BackendDied, match="server process that trains was killed"):
+        trained(records, tmp_path / "out", Central, steps=20_000, until=kill)
+    step, _, _ = TrainingFolder(tmp_path / "out").last()
+    assert step >= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        pytest.param(Central, {"restart": True}, "goes on with --resume", id="a server that is brought back"),
+        pytest.param(InProcess, {"in_flight": 2}, "one batch at a time", id="two batches at once"),
+    ],
+)
+def test_what_training_cannot_have_is_refused(records, tmp_path, kind, options, message):
+    with pytest.raises(UsageError, match=message):
+        trained(records, tmp_path / "out", kind, **options)
+
+
+def test_a_batch_of_fewer_rows_than_devices_is_refused():
+    rows = np.zeros((1, 4), np.float32)
+    with pytest.raises(BackendError, match="at least --batch-size 2"):
+        divided(TrainingBatch(rows, {}), 2)
 
 
 @pytest.fixture
