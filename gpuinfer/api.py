@@ -298,6 +298,7 @@ class Backend(Plugin, ABC):
     remote_code: ClassVar[bool] = False  # whether it runs code that comes with a checkpoint, where a user says so
     finds_models: ClassVar[bool] = False  # whether it looks for a model of text itself, where no folder has its name
     remote: ClassVar[bool] = False  # batches are formed beside the model, over there: the engine here passes through
+    counts_requests: ClassVar[bool] = False  # of a remote one: requests are made over there too, and counted in `stats`
     notices: Sequence[str] = ()  # what the user should know before the run: each is shown once
 
     @property

@@ -443,6 +443,7 @@ LEVEL = Rule(sum, in_turn=lambda parts: parts[-1] if parts else 0)
 PEAK = Rule(sum, in_turn=lambda parts: max(parts, default=0.0))  # they never ran together
 WORDS = Rule(lambda parts: tuple(dict.fromkeys(itertools.chain.from_iterable(parts))))
 LANES = Rule(lambda parts: tuple(itertools.chain.from_iterable(parts)), _lanes_beyond, _joined)
+NEWEST = Rule(lambda parts: next(filter(None, parts), None))
 DEVICE = Rule(_devices_added, _done_beyond, in_turn=lambda parts: next(filter(None, reversed(parts)), {}))
 
 
@@ -486,6 +487,8 @@ class Snapshot:
     cpu_wait_s: float = _counter(SECONDS, 0.0)  # that they were ready and waited for a core; 0 where that is not known
     rss_peak_mb: float = _counter(PEAK, 0.0)
     device: Mapping[str, Any] = _counter(DEVICE, dict)
+    cluster: Any = _counter(NEWEST, None)
+    """Of the coordinator of a run over nodes: `report.cluster_state.ClusterState`, which does not travel."""
 
     def __repr__(self) -> str:
         """Without the histograms, which are thousands of numbers: `to_wire` has all."""

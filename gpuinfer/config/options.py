@@ -333,7 +333,8 @@ def _bounds(detail: ErrorDetails) -> dict[str, str]:
     }
 
 
-OptionFlag = Literal["-B", "-S", "--"]  # an option of the backend, of the strategy, of the workload or of every command
+OptionFlag = Literal["-B", "-S", "-L", "--"]
+"""An option of the backend, of the strategy, of the launcher, of the workload or of every command."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ class TextRooflineSection(TypedDict):
 
 
 class ChangeSection(TypedDict):
-    flag: Literal["-B", "-S", "--"]
+    flag: Literal["-B", "-S", "-L", "--"]
     name: str
     value: float | str
     without: NotRequired[
@@ -254,6 +254,89 @@ class GainSection(TypedDict):
     low: Annotated[float, Meta(ge=1)]
     high: Annotated[float, Meta(ge=1)]
     expected: Annotated[float, Meta(ge=1)] | None
+
+
+class NodeLine(TypedDict):
+    node: Annotated[str, about("the number that its launcher has for it; +1, +2, … of nodes that were started by hand")]
+    host: str
+    cpu: str
+    cores: Positive
+    gpuinfer: Annotated[str, about("its version")]
+    state: Annotated[
+        Literal["starting", "working", "waiting", "silent", "left", "lost"],
+        about("waiting: for units; silent: it has not been heard for seconds; left: in order; lost: it died or hung"),
+    ]
+    joined_s: Annotated[Amount, about("seconds after the coordinator's start; of the last process, where it was restarted")]
+    left_s: Annotated[Amount | None, about("likewise; null: it is there")]
+    why: Annotated[str | None, about("why it left")]
+    restarts: Count
+    units: Annotated[Count, about("that it has finished")]
+    units_per_s: Annotated[Amount, about("while it worked")]
+    rows_per_s: Annotated[Amount, about("while it worked")]
+    relative: Annotated[Amount | None, about("its speed over that of the median of the others; null: nothing to compare")]
+    starved_share: Annotated[Share, about("of its time, in which it waited for units, the end of the run left out")]
+    records_share: Annotated[Share, about("of its time, in which it waited since its records were not taken")]
+    records: Annotated[Literal["folder", "wire"], about("the way of its records")]
+    efficiency: Annotated[Amount | None, about("of the bare model on its machine, while it worked; null: not measured")]
+    rows_mean: Annotated[Amount | None, about("rows in a batch")]
+    latency_s: SpreadSection
+    others_cores: Annotated[Amount | None, about("cores that other programs had, on average; null: not known")]
+    waited_share: Annotated[Share, about("of the time in which its threads were ready to run, without a core")]
+    clock_share: Annotated[Share | None, about("of the highest clock of its cores; null: not known")]
+    clock_offset_s: Annotated[float, about("its wall clock minus the coordinator's")]
+
+
+class NodeTime(TypedDict):
+    working: Portion
+    starting: Annotated[Portion, about("from when the first node joined until it had units")]
+    starved: Annotated[Portion, about("it waited for units while there were some")]
+    records: Annotated[Portion, about("it waited since its records were not taken")]
+    tail: Annotated[Portion, about("it waited at the end, when no units were left")]
+    gone: Annotated[Portion, about("after it had left or was lost, before the end")]
+
+
+class RangesSection(TypedDict):
+    count: Annotated[Count, about("of which all records are kept")]
+    units_mean: Annotated[Amount | None, about("units of one")]
+    mean_s: Annotated[Amount | None, about("from when a node was given one until it was kept")]
+    returned: Annotated[Count, about("that came back from nodes that left or were lost")]
+    stolen: Annotated[Count, about("of which a node released units for others")]
+    copied: Annotated[Count, about("that a second node was given as well")]
+    duplicates: Annotated[Count, about("units whose records came when they were kept already")]
+
+
+class RecordsSection(TypedDict):
+    bytes: Amount
+    through_folder: Annotated[Share, about("of the bytes, in files that nodes wrote; the rest came over the wire")]
+    sending_s: Annotated[Amount | None, about("mean of one range")]
+
+
+class CoordinatorLine(TypedDict):
+    host: str
+    cpu_share: Annotated[Amount, about("of one core, since the first node joined")]
+    range_s: Annotated[Amount | None, about("of a core, a range")]
+
+
+class TwiceSection(TypedDict):
+    nodes: Positive
+    factor: Annotated[float, about("times as fast", gt=0)]
+    wall_s: Annotated[Amount, about("from the first node's joining to the end")]
+    why: str
+
+
+class ClusterSection(TypedDict):
+    unit: str
+    wall_s: Annotated[Amount, about("from the first node's joining to the end")]
+    nodes: list[NodeLine]
+    slowest: Annotated[str | None, about("the node of the lowest relative speed; null: nothing to compare")]
+    time: Annotated[NodeTime, about("shares of wall_s × nodes")]
+    start_up_s: Annotated[Amount, about("from the coordinator's start until a node had units, on average")]
+    tail_s: Annotated[Amount, about("from when the first node had nothing left to do, to the end")]
+    tail_cost_s: Annotated[Amount, about("of these, what the run would have been shorter had all worked to the end")]
+    ranges: RangesSection
+    records: RecordsSection
+    coordinator: CoordinatorLine
+    twice: Annotated[TwiceSection | None, about("what twice as many nodes would bring; null: too little is known")]
 
 
 VerdictClass = Literal[
@@ -279,6 +362,13 @@ VerdictClass = Literal[
     "first touch",
     "below the roofline",
     "too few pages",
+    "waiting for the folder",
+    "waiting for the coordinator",
+    "coordinator saturated",
+    "slow node",
+    "lost nodes",
+    "too many nodes",
+    "ranges too large",
     "inconclusive",
 ]
 BottleneckSection = TypedDict(
@@ -579,6 +669,7 @@ class ReportDocument(TypedDict):
     stations: Annotated[dict[str, StationTotals], about("every station but idle")]
     roofline: dict[str, Any] | None  # a `RooflineSection`, of a model of text a `TextRooflineSection`
     bottleneck: BottleneckSection
+    cluster: NotRequired[Annotated[ClusterSection | None, about("of a run over nodes (--launcher); null of others")]]
     training: NotRequired[Annotated[TrainingSection | None, about("of a run that trains a network; null of others")]]
     rollouts: NotRequired[
         Annotated[RolloutsSection | None, about("of a run that plays games for training; null of others")]

@@ -129,7 +129,7 @@ class SessionCounters:
         for workers in self.workers:
             found = sorted(workers.snapshots.items())
             parts += [_named(f"worker {worker}", part) for worker, part in found]
-        parts.append(far := _served(since(self._far, self._far_mark)))
+        parts.append(far := self._far_side())
         if self.model:
             setup = self._backend.setup
             kind = "rows" if setup.model is None else setup.model.kind
@@ -144,7 +144,11 @@ class SessionCounters:
 
     def own(self) -> Snapshot:
         """The counters of this model alone, without workers."""
-        return merge_snapshots([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
+        return merge_snapshots([since(self._counted(), self._mark), self._far_side()])
+
+    def _far_side(self) -> Snapshot:
+        far = since(self._far, self._far_mark)
+        return far if self._backend.counts_requests else _served(far)
 
     def _counted(self) -> Snapshot:
         """The counters of this process, since its start."""
