@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 CPU_CLOCK_READ_S = 0.0005  # between two readings of the thread's clock, which takes a call of the system
@@ -487,7 +487,7 @@ class Snapshot:
     cpu_wait_s: float = _counter(SECONDS, 0.0)  # that they were ready and waited for a core; 0 where that is not known
     rss_peak_mb: float = _counter(PEAK, 0.0)
     device: Mapping[str, Any] = _counter(DEVICE, dict)
-    cluster: Any = _counter(NEWEST, None)
+    cluster: Any = field(default=None, metadata={"rule": NEWEST})
     """Of the coordinator of a run over nodes: `report.cluster_state.ClusterState`, which does not travel."""
 
     def __repr__(self) -> str:
@@ -500,7 +500,7 @@ class Snapshot:
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values only, for msgpack."""
-        return asdict(self)
+        return asdict(self if self.cluster is None else replace(self, cluster=None))
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Snapshot:

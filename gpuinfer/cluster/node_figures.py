@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,6 +149,8 @@ class NodeAccount:
         self.why, self.lost = "", False
         self.restarts = 0
         self.starting_s = self.gone_s = 0.0  # after the first start
+        self.idle_since: float | None = None  # until the end of the run, once it is over
+        self.starved_before_tail_s = 0.0
         self.report = NodeReport()
         self.recent: deque[tuple[float, float, int]] = deque()  # when, units done, rows
         self._ready_at: float | None = None  # this life has its first units
@@ -174,6 +177,7 @@ class NodeAccount:
         if not report.snapshot:
             report = msgspec.structs.replace(report, snapshot=self.report.snapshot)
         self.report, self.heard_at = report, now
+        self.starved_before_tail_s = self.total("starved_s")
         if self._ready_at is None and not report.setup:
             self._ready_at = now
             if self.began_at is None:
@@ -202,9 +206,15 @@ class NodeAccount:
         return self._counts_before + Counter(self.report.counts)
 
     @property
-    def idle_s(self) -> float:
-        """Seconds that it has waited for units without a break, as of its last report."""
-        return self.report.idle_s if self.left_at is None else 0.0
+    def rows(self) -> int:
+        """That it was asked for, earlier lives included."""
+        return self.own_snapshot().rows + (0 if self._past is None else self._past.rows)
+
+    def ended(self) -> None:
+        """All units are kept: the wait that it is in will have no end."""
+        if self.left_at is None and self.report.idle_s:
+            self.idle_since = self.heard_at - self.report.idle_s
+            self.starved_before_tail_s = self.total("starved_s") - self.report.idle_s
 
     def snapshot(self) -> Snapshot:
         """Its counters, the names of lanes and devices with the node's before them."""
@@ -243,14 +253,17 @@ class ClusterFigures:
     was started by hand is called `+1`, `+2`, ….
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, cpu_clock: Callable[[], float] = time.thread_time) -> None:
         self.began_at = now
+        self.first_joined: float | None = None
         self.clock_from: float | None = None  # the first node had its first units
         self.clock_to: float | None = None  # all units were kept
         self.accounts: dict[str, NodeAccount] = {}
+        self.changes = 0  # counted up at each: a sum is made anew
         self.ranges = RangeFigures()  # set by the coordinator before `snapshot`
-        self.pace: list[tuple[float, float]] = []  # when, units done by all: for what the end of the run cost
         self.measured: dict[tuple[str, int], Roofline] = {}  # the bare model, by kind of machine
+        self._pace: list[tuple[float, float]] = []  # when, units done by all: for what the end of the run cost
+        self._cpu_clock, self._cpu_from = cpu_clock, cpu_clock()
         self._numbers: dict[int, NodeAccount] = {}  # by the number of the present process
         self._measuring: set[tuple[str, int]] = set()
         self._figures: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_FIGURES)
@@ -259,6 +272,9 @@ class ClusterFigures:
         self, node: int, host: NodeMachine, now: float, *, index: int | None = None, version: str = ""
     ) -> NodeAccount:
         """A process has joined under this number; `index`: its launcher's."""
+        self.changes += 1
+        if self.first_joined is None:
+            self.first_joined, self._cpu_from = now, self._cpu_clock()
         by_hand = sum(name.startswith("+") for name in self.accounts)
         name = f"+{by_hand + 1}" if index is None else f"{index}"
         if (account := self.accounts.get(name)) is None:
@@ -279,7 +295,11 @@ class ClusterFigures:
         """Of a number that is not known, nothing is counted."""
         if (account := self._numbers.get(node)) is None:
             return
-        account.heard(report, now)
+        self.changes += 1
+        if self.clock_to is None:
+            account.heard(report, now)
+        else:  # its counts are still welcome, such as a roofline that was measured after the work
+            account.report = msgspec.structs.replace(report, snapshot=report.snapshot or account.report.snapshot)
         self._figures.extend(report.figures)
         if report.roofline is not None:
             self.measured[account.machine.kind] = report.roofline
@@ -288,6 +308,7 @@ class ClusterFigures:
 
     def gone(self, node: int, now: float, why: str = "", lost: bool = False) -> None:
         """It has left, or is `lost`. What it has counted stays in the sum."""
+        self.changes += 1
         if (account := self._numbers.pop(node, None)) is not None and account.left_at is None:
             account.left_at, account.why, account.lost = now, why, lost
 
@@ -298,7 +319,26 @@ class ClusterFigures:
 
     def ended(self, now: float) -> None:
         """All units are kept, or the run is to stop: what nodes do from here on is not counted."""
-        self.clock_to = self.clock_to or now
+        if self.clock_to is None:
+            self.changes += 1
+            self.clock_to = now
+            for one in self.accounts.values():
+                one.ended()
+
+    def cpu_s(self) -> float:
+        """Seconds that the coordinator's event loop has run on a core since the first node joined."""
+        return self._cpu_clock() - self._cpu_from
+
+    def tail_cost_s(self, start: float, end: float) -> float:
+        """Of the seconds from `start` to the end of the run, those that it would have been shorter had all nodes gone
+        on at the pace that they had before.
+        """
+        before = [one for one in self._pace if one[0] <= start]
+        if len(before) < 2 or before[-1][1] <= before[0][1]:
+            return end - start
+        per_s = (before[-1][1] - before[0][1]) / (before[-1][0] - before[0][0])
+        late = self._pace[-1][1] - before[-1][1] - per_s * (start - before[-1][0])
+        return min(end - start, max(0.0, end - start - max(0.0, late) / per_s))
 
     @property
     def present(self) -> list[NodeAccount]:
@@ -322,10 +362,12 @@ class ClusterFigures:
         return replace(total, device=device)
 
     def _keep_pace(self, now: float, units: float) -> None:
-        self.pace.append((now, units))
-        if len(self.pace) > PACE_POINTS:  # every second one of the older half
-            half = len(self.pace) // 2
-            self.pace[:half] = self.pace[:half:2]
+        if self.clock_from is None:
+            return
+        self._pace.append((now, units))
+        if len(self._pace) > PACE_POINTS:  # every second one of the older half
+            half = len(self._pace) // 2
+            self._pace[:half] = self._pace[:half:2]
 
     def progress(
         self,

@@ -266,14 +266,18 @@ class NodeLine(TypedDict):
         Literal["starting", "working", "waiting", "silent", "left", "lost"],
         about("waiting: for units; silent: it has not been heard for seconds; left: in order; lost: it died or hung"),
     ]
-    joined_s: Annotated[Amount, about("seconds after the coordinator's start; of the last process, where it was restarted")]
+    joined_s: Annotated[
+        Amount, about("seconds after the coordinator's start; of the last process, where it was restarted")
+    ]
     left_s: Annotated[Amount | None, about("likewise; null: it is there")]
     why: Annotated[str | None, about("why it left")]
     restarts: Count
     units: Annotated[Count, about("that it has finished")]
     units_per_s: Annotated[Amount, about("while it worked")]
     rows_per_s: Annotated[Amount, about("while it worked")]
-    relative: Annotated[Amount | None, about("its speed over that of the median of the others; null: nothing to compare")]
+    relative: Annotated[
+        Amount | None, about("its speed over that of the median of the others; null: nothing to compare")
+    ]
     starved_share: Annotated[Share, about("of its time, in which it waited for units, the end of the run left out")]
     records_share: Annotated[Share, about("of its time, in which it waited since its records were not taken")]
     records: Annotated[Literal["folder", "wire"], about("the way of its records")]

@@ -18,6 +18,7 @@ from typing import Any
 from gpuinfer.api import Roofline
 from gpuinfer.config.options import OptionChange, OptionFlag
 from gpuinfer.report import thresholds
+from gpuinfer.report.document import ClusterSection
 
 Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
 
@@ -62,6 +63,8 @@ class Evidence:
     )  # name → value in force; None: unknown
     command: str = "gpuinfer"  # that does the work again
     models: Sequence[Mapping[str, Any]] = ()  # a line each (`report_sections.model_lines`), where there are several
+    cluster: ClusterSection | None = None  # of a run over nodes
+    node: str = ""  # of such a run the node that all other fields are of
 
     @property
     def efficiency(self) -> float:

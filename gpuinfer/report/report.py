@@ -7,7 +7,7 @@ import math
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata, resources
 from typing import Any, Final, Literal, cast
 
@@ -64,6 +64,7 @@ class Run:
     roofline: Roofline | None = None
     text_roofline: TextRoofline | None = None  # of a model of text
     cores: CoreTime | None = None  # while the clock ran; None: not known
+    core_count: int | None = None  # that it could use; None: those of this machine
     settings: Mapping[str, Any] = field(default_factory=dict)
     command: str = "gpuinfer"
     max_failures: float = 1.0  # the share that may fail before the run has
@@ -112,6 +113,7 @@ def build(run: Run) -> dict[str, Any]:
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(told),
+        "cluster": snapshot.cluster.section if snapshot.cluster is not None else None,
         "rollouts": causes_rollouts.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
         "strength": game_statistics.of_strength(progress.facts),
         "resignation": game_statistics.of_resignation(progress.facts),
@@ -364,7 +366,8 @@ def memory_section(snapshot: Snapshot) -> MemorySection:
 
 
 def evidence(run: Run) -> Evidence:
-    """The run as the verdict sees it."""
+    """The run as the verdict sees it; of a run over nodes the one in the middle, with what is known of all."""
+    whole, run = run, _typical(run)
     snapshot = run.snapshot
     on_cpu = "reserved_mb" not in snapshot.device
     return Evidence(
@@ -387,8 +390,8 @@ def evidence(run: Run) -> Evidence:
         roofline=run.roofline,
         text_roofline=(against_roofline(run) or {}) if run.text_roofline is not None else {},
         facts=run.progress.facts,
-        total=None if run.progress.total is None else run.progress.total - run.progress.before,
-        cores=machine.cores(),
+        total=None if whole.progress.total is None else whole.progress.total - whole.progress.before,
+        cores=machine.cores() if run.core_count is None else run.core_count,
         cpu_s=snapshot.cpu_s,
         cpu_wait_s=snapshot.cpu_wait_s,
         others_cores=_on_average(run, "others_s"),
@@ -402,12 +405,33 @@ def evidence(run: Run) -> Evidence:
         options=options(run),
         command=run.command,
         models=report_sections.model_lines(snapshot, run.wall_s),
+        cluster=None if whole.snapshot.cluster is None else whole.snapshot.cluster.section,
+        node="" if run is whole else whole.snapshot.cluster.typical.name,
+    )
+
+
+def _typical(run: Run) -> Run:
+    """The typical node of a run over nodes, as a run of its own; any other run as it is."""
+    state = run.snapshot.cluster
+    if state is None or state.typical is None:
+        return run
+    node = state.typical
+    return replace(
+        run,
+        snapshot=node.snapshot,
+        wall_s=node.wall_s,
+        progress=Progress(0, facts=node.facts),
+        roofline=node.roofline,
+        text_roofline=node.text_roofline,
+        cores=node.cores,
+        core_count=node.core_count,
+        counts_before={},
     )
 
 
 def _on_average(run: Run, whose: str) -> float | None:
     """Their cores, averaged over the run."""
-    shares: Mapping[str, Any] = report_sections.core_shares(run.snapshot, run.wall_s, run.cores)
+    shares: Mapping[str, Any] = report_sections.core_shares(run.snapshot, run.wall_s, run.cores, count=run.core_count)
     seconds: float | None = shares[whose]
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 

@@ -98,17 +98,26 @@ COMPUTING = ("forward", "prefill")  # stations in which a forward's other thread
 
 
 def core_shares(
-    snapshot: Snapshot, wall_s: float, used: CoreTime | None, threads_waited_s: float = 0.0
+    snapshot: Snapshot,
+    wall_s: float,
+    used: CoreTime | None,
+    threads_waited_s: float = 0.0,
+    count: int | None = None,
 ) -> CoresSection:
     """`{count, busy_s, waiting_s, others_s, stolen_s, idle_s, stations}` of a stretch of `wall_s` seconds.
 
     Busy, others, stolen and idle sum to `wall_s` × count. Where the system does not tell of other programs (`used` is
     None), the last three are None.
 
+    `count`: of cores; None: those of this machine. Of a run over nodes all are those of its hosts.
+
     `waiting_s` is beside that sum: threads of ours that were ready to run and had no core, which somebody else had.
     `stations` share out what is known of `busy_s`; the rest went to threads that are in no lane, event loops above all.
     """
-    count = machine.cores()
+    if snapshot.cluster is not None:
+        found: CoresSection = snapshot.cluster.core_shares(wall_s)
+        return found
+    count = machine.cores() if count is None else count
     all_s = wall_s * count
     others = stolen = idle = None
     busy = min(snapshot.cpu_s if used is None else used.ours, all_s)

@@ -94,3 +94,13 @@ READS = 0.6  # of the memory's bandwidth: only reading less gains much
 NOTABLE_READS = 0.3  # of the memory's bandwidth: worth a sentence
 WELL = 0.6  # of the roofline: a run that reaches it does not fall short
 LONG_CONTEXT = 0.05  # of the operations, for attention: with so many it takes the time between products
+
+# Nodes
+WORTH_A_NODE = 0.8  # of a node's time, that should be work: with less there are too many
+NOTICED = 0.1  # of the time: less is no reason for anything
+LOST_TO_NODES = 0.1  # of the nodes' time: with less, nothing about the nodes is the verdict
+SLOW_NODE = 0.7  # of the others' speed: a node below it is slow
+COORDINATOR_FULL = 0.8  # of one core, for a loop that does one thing at a time
+LARGE_RANGES = 0.5  # of the tail, that a range lasts on average: the tail is made of whole ranges
+FEW_CORES = 0.8  # of the others' cores
+SLOW_CLOCK = 0.8  # of the others' clock

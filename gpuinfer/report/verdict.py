@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from gpuinfer.config.options import OptionChange
 from gpuinfer.report import (
+    causes_cluster,
     causes_cpu_contention,
     causes_devices,
     causes_diffusion,
@@ -89,6 +90,8 @@ def judge(run: Evidence) -> BottleneckSection:
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
         return _section(NOTHING_ASKED, run, {})
     case = RunCase.of(run)
+    if (of_nodes := causes_cluster.dearest(case)) is not None:
+        return _section(of_nodes, run, dict(case.bounds))
     causes = GENERATION if run.slots else CAUSES
     verdict = None
     for cause in causes:
@@ -102,6 +105,7 @@ def judge(run: Evidence) -> BottleneckSection:
     if verdict.kind != "arrival-bound" and run.rows_per_s < thresholds.KEEPS_UP * offered:
         lost = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
         verdict = replace(verdict, why=f"{lost} {verdict.why}", healthy=False)
+    verdict = replace(verdict, why=causes_cluster.of_the_middle(run) + verdict.why)
     return _section(verdict, run, dict(case.bounds))
 
 

@@ -275,6 +275,8 @@ class _Execution:
         """Compare the run with its roofline, which is measured again if it was measured, unless the user has stopped
         the run.
         """
+        if (nodes := self.snapshot().cluster) is not None:  # they have measured theirs
+            self.roofline, self.text_roofline = nodes.roofline, nodes.text_roofline
         sizes = self.snapshot().batch_s
         steps_s = math.fsum(seconds for _, seconds in sizes.values())
         # The model of text is idle now. A user who has the answers on a screen would only wait for the report.
@@ -493,8 +495,11 @@ class _Execution:
                 self._seen = self.wall_s(), used.since(self._cores_from) if used and self._cores_from else None
                 self._read_cores_at = now + max(CORE_TIME_S, CORE_TIME_SHARE * (time.monotonic() - now))
             cores = report_sections.core_shares(snapshot, *self._seen)
+        roofline, text_roofline = self.roofline, self.text_roofline
+        if (nodes := snapshot.cluster) is not None:
+            roofline, text_roofline = roofline or nodes.roofline, text_roofline or nodes.text_roofline
         return RunUpdate(
-            self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores, text_roofline=self.text_roofline
+            self.progress, snapshot, elapsed_s, setup_s, phase, roofline, cores, text_roofline=text_roofline
         )
 
     def name_of(self, kind: str) -> str:
@@ -506,7 +511,9 @@ class _Execution:
         names = {kind: self.name_of(kind) for kind in ("workload", "backend", "strategy")}
         return report.build(
             report.Run(
-                **names,
+                workload=names["workload"],
+                backend=names["backend"],
+                strategy=names["strategy"],
                 started_at=self._started_at,
                 setup_s=self.setup_s(),
                 wall_s=self.wall_s(),

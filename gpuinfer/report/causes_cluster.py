@@ -1,0 +1,196 @@
+"""Causes in how a run is divided over nodes: they wait for work or for their records to be taken, one is slow, some
+were lost, or there are more of them than the work keeps busy.
+
+Each costs a share of the nodes' time; the dearest is the verdict. Where none costs much, the run is held up by what
+holds each node up, and the causes of a single machine are looked for in the node in the middle.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from gpuinfer.config.options import OptionChange
+from gpuinfer.report import thresholds
+from gpuinfer.report.cluster_forecast import ClusterForecast
+from gpuinfer.report.document import ClusterSection, NodeLine, VerdictClass
+from gpuinfer.report.evidence import Evidence
+from gpuinfer.report.forecast import Gain, RunCase, Verdict
+from gpuinfer.units import short
+
+Cost = tuple[float, Verdict]
+"""The share of the nodes' time, and the cause."""
+
+
+def dearest(case: RunCase) -> Verdict | None:
+    """The cause that costs the nodes most of their time; None where none costs much, or there are no nodes."""
+    found = case.run.cluster
+    if found is None or not found["wall_s"] or not found["nodes"]:
+        return None
+    costs = [*_lost(found), *_waits(found), *_too_many(found), *_slow(found, case.run)]
+    cost, verdict = max(costs, key=lambda one: one[0], default=(0.0, None))
+    return verdict if cost >= thresholds.LOST_TO_NODES else None
+
+
+def of_the_middle(run: Evidence) -> str:
+    """What goes before a verdict that speaks of one node."""
+    if run.cluster is None or len(run.cluster["nodes"]) < 2:
+        return ""
+    return f"Node {run.node}, in the middle of {len(run.cluster['nodes'])} by its speed: "
+
+
+def _without(share: float) -> Gain:
+    """Of the nodes' time that would be work."""
+    return Gain.up_to(1 / max(1 - share, 1 / thresholds.MOST_GAIN))
+
+
+def _lost(found: ClusterSection) -> Iterator[Cost]:
+    gone = [line for line in found["nodes"] if line["state"] == "lost" or line["restarts"] or _left_early(line)]
+    if not gone:
+        return
+    share = found["time"]["gone"]
+    times = sum(line["restarts"] + (line["state"] == "lost" or _left_early(line)) for line in gone)
+    reasons = list(dict.fromkeys(line["why"] for line in gone if line["why"]))
+    why = (
+        f"{_named(gone)} left or {'was' if len(gone) == 1 else 'were'} lost before the end, {_times(times)}: "
+        f"{share:.0%} of the nodes' time was missing, and {found['ranges']['returned']:,} ranges were computed again."
+    )
+    why += f" Last: {reasons[-1]}." if reasons else ""
+    advice = "See the nodes' logs for why, and let the launcher start them again."
+    yield share, Verdict("lost nodes", "idle", why, advice, None, _without(share))
+
+
+def _left_early(line: NodeLine) -> bool:
+    return line["state"] == "left" and bool(line["why"])
+
+
+def _waits(found: ClusterSection) -> Iterator[Cost]:
+    """Nodes wait for the coordinator or for the folder."""
+    time, coordinator, ranges = found["time"], found["coordinator"], found["ranges"]
+    full = coordinator["cpu_share"] >= thresholds.COORDINATOR_FULL
+    if full:
+        share = time["starved"] + time["records"]
+        why = (
+            f"The coordinator's loop was busy {coordinator['cpu_share']:.0%} of the time, and the nodes waited for it "
+            f"{share:.0%} of theirs, with {_ranges_a_second(found)}."
+        )
+        advice = "Give it larger ranges to divide, or a faster core of its own."
+        yield share, Verdict("coordinator saturated", "idle", why, advice, None, _without(share))
+        return
+    sending = f"a range took {short(found['records']['sending_s'] or 0.0)} to be taken"
+    if found["records"]["through_folder"] >= 0.5:
+        kind: VerdictClass = "waiting for the folder"
+        why = f"The nodes waited for the folder {time['records']:.0%} of their time: {sending}."
+        advice = "Use a faster folder, or one that the nodes do not see: records then come over the wire."
+    else:
+        kind = "waiting for the coordinator"
+        why = f"The nodes waited for the coordinator to take their records {time['records']:.0%} of their time: "
+        why += f"{sending}, and it was busy {coordinator['cpu_share']:.0%} of a core."
+        advice = "Name an output folder that all nodes see, so that they write their records themselves."
+    yield time["records"], Verdict(kind, "idle", why, advice, None, _without(time["records"]))
+    why = (
+        f"The nodes waited for units {time['starved']:.0%} of their time while there were some: the coordinator was "
+        f"busy {coordinator['cpu_share']:.0%} of a core, with {_ranges_a_second(found)} of "
+        f"{ranges['units_mean'] or 0:,.0f} {found['unit']}. It waited for its input, or the way to it is long."
+    )
+    advice = "Read the input from a faster disk, and run the coordinator near the nodes."
+    yield (
+        time["starved"],
+        Verdict("waiting for the coordinator", "idle", why, advice, None, _without(time["starved"])),
+    )
+
+
+def _ranges_a_second(found: ClusterSection) -> str:
+    per_s = found["ranges"]["count"] / found["wall_s"]
+    return f"{per_s:,.1f} ranges a second" if per_s < 10 else f"{per_s:,.0f} ranges a second"
+
+
+def _too_many(found: ClusterSection) -> Iterator[Cost]:
+    """Start and end of the run, in which not all nodes work, take much of it."""
+    nodes, wall_s, ranges = len(found["nodes"]), found["wall_s"], found["ranges"]
+    forecast = ClusterForecast.of(found)
+    if nodes < 2 or forecast is None:
+        return
+    tail, share = found["tail_cost_s"] / wall_s, forecast.undivided_s / wall_s
+    mean_s, units = ranges["mean_s"] or 0.0, ranges["units_mean"] or 0.0
+    if units >= 2 and mean_s >= thresholds.LARGE_RANGES * found["tail_s"] > 0 and tail > found["time"]["starting"]:
+        why = (
+            f"The first node had nothing left to do {short(found['tail_s'])} before the end, which cost {tail:.0%} of "
+            f"the time: a range of {units:,.0f} {found['unit']} took {short(mean_s)} on average."
+        )
+        yield (
+            tail,
+            Verdict("ranges too large", "idle", why, "Divide the run into smaller ranges.", None, _without(tail)),
+        )
+    right = forecast.right_nodes()
+    if right >= nodes:
+        return
+    done = sum(line["units"] for line in found["nodes"])
+    started_s, tail_s = forecast.start_s, forecast.tail_s
+    why = (
+        f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {short(started_s)} of "
+        f"{short(wall_s)}, and the last {found['unit']} cost {short(tail_s)}, in which few nodes worked. "
+        f"With {right} node{'' if right == 1 else 's'} it would have taken {short(forecast.seconds(right))}."
+    )
+    advice = f"Use {right} node{'' if right == 1 else 's'} for so few {found['unit']}, or give them more to do."
+    yield share, Verdict("too many nodes", "idle", why, advice, OptionChange("-L", "nodes", right))
+
+
+def _slow(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
+    lines = [line for line in found["nodes"] if line["relative"] is not None and line["state"] != "lost"]
+    slow = [line for line in lines if (line["relative"] or 0.0) < thresholds.SLOW_NODE]
+    if not slow:
+        return
+    worst = min(slow, key=lambda line: line["relative"] or 0.0)
+    others = [line for line in lines if line not in slow]
+    missing = math.fsum(1 - (line["relative"] or 0.0) for line in slow) / len(lines)
+    why = f"Node {worst['node']} ({worst['host']}) is slow: {worst['relative']:.2g} of the others"
+    if len(slow) > 1:
+        why += f", and {len(slow) - 1} more below {thresholds.SLOW_NODE:g} of them"
+    seen = list(_why_slow(worst, others, run.on_cpu))
+    why += f": {', '.join(seen)}." if seen else ". What it reports of its cores does not say why."
+    advice = f"Let nothing else run on {worst['host']}, or leave it out."
+    if len({line["host"] for line in found["nodes"]}) == 1:
+        advice = "Let nothing else run on its cores, or use fewer nodes on this host."
+    # one of many costs little, and is still what there is to mend
+    yield (
+        max(missing, thresholds.LOST_TO_NODES),
+        Verdict("slow node", "idle", why, advice, None, Gain.up_to(1 / max(1 - missing, 0.1))),
+    )
+
+
+def _why_slow(one: NodeLine, others: Sequence[NodeLine], on_cpu: bool) -> Iterator[str]:
+    """What it has less of than the others, as far as it was seen."""
+    if not others:
+        return
+    usual = statistics.median(line["cores"] for line in others)
+    if one["cores"] < thresholds.FEW_CORES * usual:
+        yield f"it has {one['cores']} core{'' if one['cores'] == 1 else 's'}, and the others {usual:g}"
+    names = {line["cpu"] for line in others}
+    if one["cpu"] not in names:
+        yield f"its processor is another one ({one['cpu']})"
+    taken = one["others_cores"] or 0.0
+    theirs = statistics.median(line["others_cores"] or 0.0 for line in others)
+    if on_cpu and taken - theirs >= thresholds.TAKEN * one["cores"]:
+        yield f"other programs have {taken:.1f} of its {one['cores']} cores"
+    waited = statistics.median(line["waited_share"] for line in others)
+    if one["waited_share"] - waited >= thresholds.WAITED_FOR_CORES:
+        yield f"ready to run, its threads waited {one['waited_share']:.0%} of their time for a core"
+    clocks = [line["clock_share"] for line in others if line["clock_share"] is not None]
+    if clocks and one["clock_share"] is not None:
+        usual = statistics.median(clocks)
+        if one["clock_share"] < thresholds.SLOW_CLOCK * usual:
+            own = one["clock_share"]
+            yield f"its cores run at {own:.0%} of their highest clock, and those of the others at {usual:.0%}"
+
+
+def _named(lines: Sequence[NodeLine]) -> str:
+    names = [line["node"] for line in lines]
+    if len(names) == 1:
+        return f"Node {names[0]}"
+    return f"Nodes {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _times(times: int) -> str:
+    return "once" if times == 1 else f"{times} times"

@@ -1,0 +1,85 @@
+"""How long a run over nodes would take with another number of them.
+
+A run of n nodes has a start that every node pays, work that is divided, and a tail in which few compute the last units:
+T(n) = start + work / n + tail, the law of Amdahl (1967) with what cannot be divided measured in seconds. Records pass
+through the coordinator and the folder, and no more a second than these can take: by the utilisation law a station
+that needs D seconds a range lets 1 / D ranges a second through. The coordinator's D is what it ran on a core; the
+folder's follows from how long a range took to send, R, and how many came a second, X: in a queue with random arrivals
+R = D / (1 - X D) (Lazowska, Zahorjan, Graham and Sevcik, "Quantitative System Performance", 1984, chapter 6), so
+D = R / (1 + X R).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpuinfer.report import thresholds
+from gpuinfer.report.document import ClusterSection, TwiceSection
+from gpuinfer.units import short
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterForecast:
+    """Seconds that a run took, in parts. `work_s`: of all nodes together; `least_work_s`: what the coordinator and the
+    way of the records need for all ranges, however many nodes there are.
+    """
+
+    start_s: float
+    work_s: float
+    tail_s: float
+    waits_s: float  # of a node, for units and for its records to be taken
+    coordinator_s: float
+    records_s: float
+
+    @classmethod
+    def of(cls, found: ClusterSection) -> ClusterForecast | None:
+        """None where too little has been done to tell."""
+        nodes, wall_s, time, count = len(found["nodes"]), found["wall_s"], found["time"], found["ranges"]["count"]
+        if not nodes or not wall_s or not count or time["working"] <= 0:
+            return None
+        per_s = count / wall_s
+        sending_s = found["records"]["sending_s"] or 0.0
+        return cls(
+            start_s=time["starting"] * wall_s,
+            work_s=time["working"] * wall_s * nodes,
+            tail_s=found["tail_cost_s"],
+            waits_s=(time["starved"] + time["records"]) * wall_s,
+            coordinator_s=(found["coordinator"]["range_s"] or 0.0) * count,
+            records_s=sending_s / (1 + per_s * sending_s) * count,
+        )
+
+    @property
+    def undivided_s(self) -> float:
+        return self.start_s + self.tail_s
+
+    def seconds(self, nodes: float) -> float:
+        """Of a run of so many nodes."""
+        return self.undivided_s + max(self.work_s / nodes, self.coordinator_s, self.records_s)
+
+    def right_nodes(self) -> int:
+        """The most nodes of whose time `thresholds.WORTH_A_NODE` is work: of start + work / n + tail, work / n is at
+        least that share.
+        """
+        share = thresholds.WORTH_A_NODE
+        if self.undivided_s <= 0:
+            return 1 << 30
+        return max(1, int((1 / share - 1) * self.work_s / self.undivided_s))
+
+
+def twice_as_many(found: ClusterSection) -> TwiceSection | None:
+    """What twice as many nodes would bring, and why not twice the speed."""
+    forecast, nodes = ClusterForecast.of(found), len(found["nodes"])
+    if forecast is None:
+        return None
+    now_s, then_s = found["wall_s"], forecast.seconds(2 * nodes)
+    factor = now_s / max(then_s, 1e-9)
+    limits = {
+        f"the nodes' start takes {short(forecast.start_s)} however many there are": forecast.start_s,
+        f"the last units take {short(forecast.tail_s)} however many nodes there are": forecast.tail_s,
+        f"the coordinator needs {short(forecast.coordinator_s)} for all ranges": forecast.coordinator_s,
+        f"all records need {short(forecast.records_s)} to be taken": forecast.records_s,
+    }
+    why, seconds = max(limits.items(), key=lambda one: one[1])
+    if seconds < thresholds.NOTICED * then_s:
+        why = "nearly all of the time is work that is divided"
+    return {"nodes": 2 * nodes, "factor": factor, "wall_s": then_s, "why": why}
