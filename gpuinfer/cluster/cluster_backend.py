@@ -27,7 +27,6 @@ class ClusterBackend(Backend):
     def __init__(self, setup: Setup, figures: ClusterFigures) -> None:
         super().__init__(setup)
         self.figures = figures
-        self.unit = "units"  # of the run's division, for people
         self._counted: Mapping[str, Any] | None = None
         self._as_of = 0  # `ClusterFigures.changes`
         self._due = 0.0
@@ -41,7 +40,7 @@ class ClusterBackend(Backend):
         if self._counted is not None and (figures.changes == self._as_of or (now < self._due and not over)):
             return self._counted
         self._as_of, total = figures.changes, figures.snapshot(now)
-        self._counted = {name: getattr(total, name) for name in RULES} | {"cluster": state_of(figures, now, self.unit)}
+        self._counted = {name: getattr(total, name) for name in RULES} | {"cluster": state_of(figures, now)}
         ended = time.monotonic()
         self._due = ended + max(EVERY_S, PAUSE * (ended - now))
         return self._counted

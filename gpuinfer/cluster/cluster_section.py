@@ -33,13 +33,13 @@ from gpuinfer.stats import mean_size, summarise
 TIMES = ("working", "starting", "starved", "records", "tail", "gone")
 
 
-def state_of(figures: ClusterFigures, now: float, unit: str) -> ClusterState:
+def state_of(figures: ClusterFigures, now: float) -> ClusterState:
     """After `figures.snapshot(now)`."""
     accounts = list(figures.accounts.values())
     end = figures.clock_to if figures.clock_to is not None else now
     shares = host_shares(figures.present or accounts)
     rooflines = {one.name: _scaled(figures.measured.get(one.machine.kind), shares[one.name]) for one in figures.present}
-    section = _section(figures, accounts, now, end, unit, rooflines)
+    section = _section(figures, accounts, now, end, rooflines)
     return ClusterState(
         section,
         _together([rooflines[one.name] for one in figures.present]),
@@ -68,7 +68,6 @@ def _section(
     accounts: Sequence[NodeAccount],
     now: float,
     end: float,
-    unit: str,
     rooflines: Mapping[str, Roofline | None],
 ) -> ClusterSection:
     first = figures.first_joined if figures.first_joined is not None else end
@@ -80,10 +79,10 @@ def _section(
     all_s = wall_s * len(accounts)
     time = {name: math.fsum(each[name] for each in spent.values()) / all_s if all_s else 0.0 for name in TIMES}
     compared = [line for line in lines if line["relative"] is not None]
-    ranges, records = _ranges(figures.ranges, accounts), _records(accounts)
+    ranges, records = _ranges(figures.count_ranges()), _records(accounts)
     cpu_s = figures.cpu_s()
     section: ClusterSection = {
-        "unit": unit,
+        "unit": figures.unit,
         "wall_s": wall_s,
         "nodes": lines,
         "slowest": min(compared, key=lambda line: line["relative"] or 0.0)["node"] if compared else None,
@@ -190,11 +189,10 @@ def _median_without(ordered: list[float], one: float) -> float:
     return (ordered[pick[0]] + ordered[pick[1]]) / 2
 
 
-def _ranges(counted: RangeFigures, accounts: Sequence[NodeAccount]) -> RangesSection:
-    units: float = sum(counted.kept_units.values()) or math.fsum(one.total("done") for one in accounts)
+def _ranges(counted: RangeFigures) -> RangesSection:
     return {
         "count": counted.kept,
-        "units_mean": units / counted.kept if counted.kept else None,
+        "units_mean": counted.units / counted.kept if counted.kept else None,
         "mean_s": counted.held_s / counted.kept if counted.kept else None,
         "returned": counted.returned,
         "stolen": counted.stolen,

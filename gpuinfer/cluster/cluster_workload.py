@@ -20,6 +20,7 @@ class ClusterWorkload(Workload):
     def __init__(self, inner: Workload, division: Division, job: Job, plan: NodesPlan) -> None:
         self.inner, self._division, self._job, self._plan = inner, division, job, plan
         self.figures = ClusterFigures(time.monotonic())
+        self.figures.unit = division.unit
         self.setup, self.options = inner.setup, inner.options
         self.goes_on_by, self.writes_to = inner.goes_on_by, inner.writes_to  # type: ignore[misc]
         self.writes_answers, self.max_failures = inner.writes_answers, inner.max_failures  # type: ignore[misc]
@@ -47,6 +48,7 @@ class ClusterWorkload(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         yield Progress(0, note=f"starting {self._plan.nodes} nodes", setup=True)
+        await infer.ready()  # its counters are asked for from here on
         async with Coordinator(self._division, self._job, self._plan, self.figures) as coordinator:
             self.coordinator = coordinator
             async for progress in coordinator.follow(infer.stopping):

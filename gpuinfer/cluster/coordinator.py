@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,7 +23,7 @@ from gpuinfer.api import Progress
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.coordinator_core import CoordinatorCore
 from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
-from gpuinfer.cluster.node_figures import ClusterFigures
+from gpuinfer.cluster.node_figures import ClusterFigures, RangeFigures
 from gpuinfer.cluster.node_processes import NodeProcesses, NodesPlan
 from gpuinfer.cluster.range_policy import RangePolicy
 from gpuinfer.config import registry
@@ -102,6 +102,7 @@ class Coordinator:
             if_refused.push_async_callback(self._division.close, False)
             self._before = sum(stop - start for start, stop in kept)
             self._core = CoordinatorCore(self._policy, total=self._division.total, kept=kept)
+            self.figures.count_ranges = self._count_ranges
             folder = self._division.folder
             self._job = msgspec.structs.replace(
                 self._job,
@@ -201,6 +202,7 @@ class Coordinator:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._change()
+        self.figures.ended(time.monotonic())
         async with self._disk:
             await self._division.flush()
         yield self.progress()
@@ -214,6 +216,12 @@ class Coordinator:
             before=self._before,
             facts=self._division.facts(),
             note=f"{self._joined} of {self._plan.least} nodes have joined" if waiting else "",
+        )
+
+    def _count_ranges(self) -> RangeFigures:
+        counts = self._core.counts
+        return RangeFigures(
+            **asdict(self._core.range_counts), duplicates=counts.duplicates, units=counts.kept - self._before
         )
 
     @property
@@ -390,6 +398,8 @@ class Coordinator:
             self._core.not_kept(entry.number, start, stop)
             raise
         self._core.kept(entry.number, start, stop, now)
+        if self._core.over:
+            self.figures.ended(time.monotonic())
         self._processes.worked(entry.hello.index)
         self._wake()
         return messages.encode(KeptReply(kept=True))

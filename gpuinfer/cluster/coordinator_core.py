@@ -51,6 +51,17 @@ class Counts:
     duplicates: int  # units of which records came when there were some already
 
 
+@dataclass(frozen=True, slots=True)
+class RangeCounts:
+    """Ranges, by what has become of them."""
+
+    kept: int  # of which all records are kept
+    held_s: float  # from the lease of each of these until it was kept, together
+    returned: int  # that came back from nodes that left or were lost
+    stolen: int  # of which a node released units for others
+    copied: int  # that a second node was given as well
+
+
 class CoordinatorCore:
     """The units of one run. Not thread-safe. `now` is in seconds and never goes back.
 
@@ -78,6 +89,7 @@ class CoordinatorCore:
         self._balanced = float("-inf")  # when it was last looked who has too much
         self._late: list[int] = []  # nodes whose ranges are to be copied, as of `_balanced`
         self._duplicates = 0
+        self._returned = self._stolen = self._copies = 0  # ranges
 
     # Nodes
 
@@ -99,6 +111,7 @@ class CoordinatorCore:
         self._reading -= state.reading
         held = state.holds.units
         state.taken_ranges += len(state.holds)
+        self._returned += len(state.holds)
         for work in list(state.holds):
             self._give_back(state, work.start, work.stop)
         state.presence, state.on_hand = presence, 0
@@ -212,6 +225,7 @@ class CoordinatorCore:
             units = self._give_back(state, start, stop)
             state.given -= units
             state.taken_ranges += units > 0
+            self._stolen += units > 0
 
     def _give_back(self, state: NodeState, start: int, stop: int) -> int:
         """It holds these units no more: those that no other node holds are pending. How many it had held."""
@@ -319,6 +333,17 @@ class CoordinatorCore:
             figures_of(self._nodes.get(number) or self._gone[number]) for number in sorted(self._nodes | self._gone)
         ]
 
+    @property
+    def range_counts(self) -> RangeCounts:
+        all_of_them = (*self._nodes.values(), *self._gone.values())
+        return RangeCounts(
+            sum(state.ranges for state in all_of_them),
+            sum(state.range_s for state in all_of_them),
+            self._returned,
+            self._stolen,
+            self._copies,
+        )
+
     # Sizes
 
     def _unread(self) -> int | None:
@@ -372,6 +397,7 @@ class CoordinatorCore:
                         continue
                     self._copied.add(work.start, work.stop)
                     late.taken_ranges += 1
+                    self._copies += 1
                     return [work]
             self._late.pop()
         return []

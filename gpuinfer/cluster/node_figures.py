@@ -121,18 +121,16 @@ def core_use(cores: Mapping[str, Any] | None) -> CoreUse | None:
     return None if cores is None else msgspec.convert(cores, CoreUse)
 
 
-class RangeFigures(msgspec.Struct, kw_only=True):
-    """What became of ranges, as the coordinator counts it. `held_s`: from when a range was given to a node to when all
-    of it was kept, summed over those that were kept.
-    """
+class RangeFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of ranges: the fields of `coordinator_core.RangeCounts`, and of its `Counts`."""
 
-    kept: int = 0  # ranges of which records were kept
+    kept: int = 0
     held_s: float = 0.0
-    returned: int = 0  # ranges that came back from nodes that left or were lost
-    stolen: int = 0  # ranges of which a node released units for others
-    copied: int = 0  # ranges that a second node was given as well
-    duplicates: int = 0  # units that had been kept when their records came
-    kept_units: Mapping[int, int] = {}  # of each node, by its number
+    returned: int = 0
+    stolen: int = 0
+    copied: int = 0
+    duplicates: int = 0
+    units: int = 0  # kept by this run
 
 
 ADDED = ("done", "starved_s", "room_s", "sending_s", "sendings", "records_bytes")  # of `NodeReport`, over restarts
@@ -260,7 +258,8 @@ class ClusterFigures:
         self.clock_to: float | None = None  # all units were kept
         self.accounts: dict[str, NodeAccount] = {}
         self.changes = 0  # counted up at each: a sum is made anew
-        self.ranges = RangeFigures()  # set by the coordinator before `snapshot`
+        self.unit = "units"  # many of them, for people
+        self.count_ranges: Callable[[], RangeFigures] = RangeFigures  # the coordinator's
         self.measured: dict[tuple[str, int], Roofline] = {}  # the bare model, by kind of machine
         self._pace: list[tuple[float, float]] = []  # when, units done by all: for what the end of the run cost
         self._cpu_clock, self._cpu_from = cpu_clock, cpu_clock()

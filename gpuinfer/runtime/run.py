@@ -246,6 +246,8 @@ class _Execution:
         """
         if isinstance(wanted, Roofline):
             self.roofline = self.session.roofline = wanted
+        elif self.backend.counts_requests:  # nodes measure what they have
+            pass
         elif wanted and (spec := self.backend.setup.model) is not None and spec.kind == "text":
             self._measures_text = True
             place = run_roofline.place_of(self.backend, machine.cores())
