@@ -81,6 +81,11 @@ def short(seconds: float) -> str:
     return f"{number(seconds / 1e-6)} µs" if seconds else "0 s"
 
 
+def lasting(seconds: float) -> str:
+    """A time of any length: 1.2 ms, 3.4 s, 4 min 10 s."""
+    return short(seconds) if seconds < 60 else duration(seconds)
+
+
 def bar(share: float, width: int) -> str:
     """A bar of `share` (0 to 1) of `width` columns, to an eighth of a column, padded to the width."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)

@@ -179,7 +179,17 @@ FACADES: dict[str, set[str]] = {
         "row_format",
         "row_layout",
     },
-    "report": {"causes_text", "game_statistics", "plotting", "report", "report_sections", "verdict"},
+    "report": {
+        "causes_text",
+        "cluster_forecast",
+        "cluster_state",
+        "document",
+        "game_statistics",
+        "plotting",
+        "report",
+        "report_sections",
+        "verdict",
+    },
     "rollouts": {
         "agent",
         "concurrency",

@@ -97,7 +97,6 @@ def _section(
         "coordinator": {
             "host": os.uname().nodename,
             "cpu_share": cpu_s / wall_s if wall_s else 0.0,
-            "range_s": cpu_s / ranges["count"] if ranges["count"] else None,
         },
         "twice": None,
     }

@@ -25,7 +25,6 @@ from gpuinfer.models import processor
 from gpuinfer.stats import Snapshot, merge_in_turn, merge_snapshots
 
 SILENT_S = 5.0  # without an exchange: a node is shown as silent
-RECENT_S = 10.0  # of a node's pace in the live view
 MOST_FIGURES = 4096  # steps' figures that wait for a tracker
 PACE_POINTS = 512  # of the run's pace that are remembered
 MAXIMUM = ("blocks", "threads", "groups_limited", "policy_version")
@@ -150,7 +149,6 @@ class NodeAccount:
         self.idle_since: float | None = None  # until the end of the run, once it is over
         self.starved_before_tail_s = 0.0
         self.report = NodeReport()
-        self.recent: deque[tuple[float, float, int]] = deque()  # when, units done, rows
         self._ready_at: float | None = None  # this life has its first units
         self._before: Counter[str] = Counter()  # of earlier lives
         self._counts_before: Counter[str] = Counter()
@@ -235,13 +233,6 @@ class NodeAccount:
     def _snapshot(self) -> Snapshot:
         now = self.own_snapshot()
         return now if self._past is None else merge_in_turn([self._past, now])
-
-    def look(self, now: float) -> None:
-        """Remember its pace of the last seconds."""
-        if self.left_at is None:
-            self.recent.append((self.heard_at, self.units, self.own_snapshot().rows))
-            while len(self.recent) > 2 and self.recent[1][0] <= now - RECENT_S:
-                self.recent.popleft()
 
 
 class ClusterFigures:
@@ -347,8 +338,6 @@ class ClusterFigures:
     def snapshot(self, now: float) -> Snapshot:
         """The sum of all nodes. Takes a tenth of a millisecond for each node."""
         accounts = list(self.accounts.values())
-        for one in accounts:
-            one.look(now)
         self._keep_pace(now, math.fsum(one.units for one in accounts))
         total = merge_snapshots(one.snapshot() for one in accounts)
         device = dict(total.device)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from gpuinfer.config.options import OptionChange
 from gpuinfer.report import thresholds
 from gpuinfer.report.cluster_forecast import ClusterForecast
 from gpuinfer.report.document import ClusterSection, NodeLine, VerdictClass
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
-from gpuinfer.units import short
+from gpuinfer.units import lasting
 
 Cost = tuple[float, Verdict]
 """The share of the nodes' time, and the cause."""
@@ -28,16 +28,25 @@ def dearest(case: RunCase) -> Verdict | None:
     found = case.run.cluster
     if found is None or not found["wall_s"] or not found["nodes"]:
         return None
-    costs = [*_lost(found), *_waits(found), *_too_many(found), *_slow(found, case.run)]
+    costs = [*_lost(found), *_waits(found), *_too_many(found, case.run), *_slow(found, case.run)]
     cost, verdict = max(costs, key=lambda one: one[0], default=(0.0, None))
     return verdict if cost >= thresholds.LOST_TO_NODES else None
 
 
-def of_the_middle(run: Evidence) -> str:
-    """What goes before a verdict that speaks of one node."""
-    if run.cluster is None or len(run.cluster["nodes"]) < 2:
-        return ""
-    return f"Node {run.node}, in the middle of {len(run.cluster['nodes'])} by its speed: "
+MORE_NODES = ("device-saturated", "search-bound", "memory bandwidth", "client-bound")
+"""Classes of a machine that is at work all the time: more of them are the cure."""
+
+
+def of_the_middle(verdict: Verdict, run: Evidence) -> Verdict:
+    """A verdict on one machine says which node that is and, where it does all it can, what more nodes would bring."""
+    found = run.cluster
+    if found is None or len(found["nodes"]) < 2:
+        return verdict
+    why = f"Node {run.node}, in the middle of {len(found['nodes'])} by its speed: {verdict.why}"
+    twice, advice = found["twice"], verdict.advice
+    if twice is not None and verdict.kind in MORE_NODES and twice["factor"] >= thresholds.WORTH_A_CHANGE:
+        advice += f" Or use more nodes: {twice['nodes']} would be {twice['factor']:.1f} times as fast, by a forecast."
+    return replace(verdict, why=why, advice=advice)
 
 
 def _without(share: float) -> Gain:
@@ -78,7 +87,7 @@ def _waits(found: ClusterSection) -> Iterator[Cost]:
         advice = "Give it larger ranges to divide, or a faster core of its own."
         yield share, Verdict("coordinator saturated", "idle", why, advice, None, _without(share))
         return
-    sending = f"a range took {short(found['records']['sending_s'] or 0.0)} to be taken"
+    sending = f"a range took {lasting(found['records']['sending_s'] or 0.0)} to be taken"
     if found["records"]["through_folder"] >= 0.5:
         kind: VerdictClass = "waiting for the folder"
         why = f"The nodes waited for the folder {time['records']:.0%} of their time: {sending}."
@@ -106,35 +115,32 @@ def _ranges_a_second(found: ClusterSection) -> str:
     return f"{per_s:,.1f} ranges a second" if per_s < 10 else f"{per_s:,.0f} ranges a second"
 
 
-def _too_many(found: ClusterSection) -> Iterator[Cost]:
+def _too_many(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
     """Start and end of the run, in which not all nodes work, take much of it."""
     nodes, wall_s, ranges = len(found["nodes"]), found["wall_s"], found["ranges"]
     forecast = ClusterForecast.of(found)
-    if nodes < 2 or forecast is None:
+    if nodes < 2 or forecast is None or (right := forecast.right_nodes()) >= nodes:
         return
-    tail, share = found["tail_cost_s"] / wall_s, forecast.undivided_s / wall_s
+    few = f"{right} node{'' if right == 1 else 's'}"
+    change = run.change("-L", right, "nodes")
+    started_s, tail_s, share = forecast.start_s, forecast.tail_s, forecast.undivided_s / wall_s
     mean_s, units = ranges["mean_s"] or 0.0, ranges["units_mean"] or 0.0
-    if units >= 2 and mean_s >= thresholds.LARGE_RANGES * found["tail_s"] > 0 and tail > found["time"]["starting"]:
+    if units >= 2 and mean_s >= thresholds.LARGE_RANGES * found["tail_s"] > 0 and tail_s > started_s:
         why = (
-            f"The first node had nothing left to do {short(found['tail_s'])} before the end, which cost {tail:.0%} of "
-            f"the time: a range of {units:,.0f} {found['unit']} took {short(mean_s)} on average."
+            f"The first node had nothing left to do {lasting(found['tail_s'])} before the end, which cost "
+            f"{tail_s / wall_s:.0%} of the time: a range of {units:,.0f} {found['unit']} took {lasting(mean_s)}."
         )
-        yield (
-            tail,
-            Verdict("ranges too large", "idle", why, "Divide the run into smaller ranges.", None, _without(tail)),
-        )
-    right = forecast.right_nodes()
-    if right >= nodes:
+        advice = f"Have the work divided into smaller ranges, give it more {found['unit']}, or use {few}."
+        yield share, Verdict("ranges too large", "idle", why, advice, change)
         return
     done = sum(line["units"] for line in found["nodes"])
-    started_s, tail_s = forecast.start_s, forecast.tail_s
     why = (
-        f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {short(started_s)} of "
-        f"{short(wall_s)}, and the last {found['unit']} cost {short(tail_s)}, in which few nodes worked. "
-        f"With {right} node{'' if right == 1 else 's'} it would have taken {short(forecast.seconds(right))}."
+        f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {lasting(started_s)} of "
+        f"{lasting(wall_s)}, and the last {found['unit']}, at which few nodes worked, cost {lasting(tail_s)}. "
+        f"{few} would have taken {lasting(forecast.seconds(right))}."
     )
-    advice = f"Use {right} node{'' if right == 1 else 's'} for so few {found['unit']}, or give them more to do."
-    yield share, Verdict("too many nodes", "idle", why, advice, OptionChange("-L", "nodes", right))
+    advice = f"Use {few} for so few {found['unit']}, or give them more to do."
+    yield share, Verdict("too many nodes", "idle", why, advice, change)
 
 
 def _slow(found: ClusterSection, run: Evidence) -> Iterator[Cost]:

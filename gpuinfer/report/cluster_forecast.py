@@ -3,7 +3,7 @@
 A run of n nodes has a start that every node pays, work that is divided, and a tail in which few compute the last units:
 T(n) = start + work / n + tail, the law of Amdahl (1967) with what cannot be divided measured in seconds. Records pass
 through the coordinator and the folder, and no more a second than these can take: by the utilisation law a station
-that needs D seconds a range lets 1 / D ranges a second through. The coordinator's D is what it ran on a core; the
+that needs D seconds a range lets 1 / D ranges a second through. The coordinator's is what it ran on a core; the
 folder's follows from how long a range took to send, R, and how many came a second, X: in a queue with random arrivals
 R = D / (1 - X D) (Lazowska, Zahorjan, Graham and Sevcik, "Quantitative System Performance", 1984, chapter 6), so
 D = R / (1 + X R).
@@ -15,38 +15,48 @@ from dataclasses import dataclass
 
 from gpuinfer.report import thresholds
 from gpuinfer.report.document import ClusterSection, TwiceSection
-from gpuinfer.units import short
+from gpuinfer.units import lasting
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterForecast:
-    """Seconds that a run took, in parts. `work_s`: of all nodes together; `least_work_s`: what the coordinator and the
-    way of the records need for all ranges, however many nodes there are.
+    """Seconds that a run took, in parts. `work_s`: of all nodes together. `waits_s`: that a node waits or is gone,
+    however many there are. The other three are what all of the work takes at least, however many nodes there are: for
+    the coordinator, for the way of the records, and for units to come.
     """
 
     start_s: float
     work_s: float
     tail_s: float
-    waits_s: float  # of a node, for units and for its records to be taken
+    waits_s: float
     coordinator_s: float
     records_s: float
+    input_s: float
 
     @classmethod
     def of(cls, found: ClusterSection) -> ClusterForecast | None:
-        """None where too little has been done to tell."""
-        nodes, wall_s, time, count = len(found["nodes"]), found["wall_s"], found["time"], found["ranges"]["count"]
-        if not nodes or not wall_s or not count or time["working"] <= 0:
+        """None where too little has been done to tell. What nodes wait for a notable part of their time is full: it
+        takes as long as the nodes' work and their waiting for it together.
+        """
+        nodes, wall_s, time = len(found["nodes"]), found["wall_s"], found["time"]
+        if not nodes or not wall_s or time["working"] <= 0:
             return None
-        per_s = count / wall_s
+        starved_s, with_records_s, gone_s = (time[name] * wall_s for name in ("starved", "records", "gone"))
+        start_s, tail_s = time["starting"] * wall_s, found["tail_cost_s"]
+        each_s = max(0.0, wall_s - start_s - tail_s - starved_s - with_records_s - gone_s)
         sending_s = found["records"]["sending_s"] or 0.0
-        return cls(
-            start_s=time["starting"] * wall_s,
-            work_s=time["working"] * wall_s * nodes,
-            tail_s=found["tail_cost_s"],
-            waits_s=(time["starved"] + time["records"]) * wall_s,
-            coordinator_s=(found["coordinator"]["range_s"] or 0.0) * count,
-            records_s=sending_s / (1 + per_s * sending_s) * count,
-        )
+        count = found["ranges"]["count"]
+        records_s, input_s, waits_s = count * sending_s / (1 + count / wall_s * sending_s), 0.0, gone_s
+        if time["records"] >= thresholds.NOTICED:
+            records_s = max(records_s, each_s + with_records_s)
+        else:
+            waits_s += with_records_s
+        if time["starved"] >= thresholds.NOTICED:
+            input_s = each_s + starved_s
+        else:
+            waits_s += starved_s
+        coordinator_s = found["coordinator"]["cpu_share"] * wall_s
+        return cls(start_s, each_s * nodes, tail_s, waits_s, coordinator_s, records_s, input_s)
 
     @property
     def undivided_s(self) -> float:
@@ -54,7 +64,8 @@ class ClusterForecast:
 
     def seconds(self, nodes: float) -> float:
         """Of a run of so many nodes."""
-        return self.undivided_s + max(self.work_s / nodes, self.coordinator_s, self.records_s)
+        least_s = max(self.coordinator_s, self.records_s, self.input_s)
+        return self.undivided_s + self.waits_s + max(self.work_s / nodes, least_s)
 
     def right_nodes(self) -> int:
         """The most nodes of whose time `thresholds.WORTH_A_NODE` is work: of start + work / n + tail, work / n is at
@@ -74,10 +85,12 @@ def twice_as_many(found: ClusterSection) -> TwiceSection | None:
     now_s, then_s = found["wall_s"], forecast.seconds(2 * nodes)
     factor = now_s / max(then_s, 1e-9)
     limits = {
-        f"the nodes' start takes {short(forecast.start_s)} however many there are": forecast.start_s,
-        f"the last units take {short(forecast.tail_s)} however many nodes there are": forecast.tail_s,
-        f"the coordinator needs {short(forecast.coordinator_s)} for all ranges": forecast.coordinator_s,
-        f"all records need {short(forecast.records_s)} to be taken": forecast.records_s,
+        f"the nodes' start takes {lasting(forecast.start_s)} however many there are": forecast.start_s,
+        f"the last units take {lasting(forecast.tail_s)} however many nodes there are": forecast.tail_s,
+        f"nodes wait or are gone for {lasting(forecast.waits_s)}": forecast.waits_s,
+        f"the coordinator needs {lasting(forecast.coordinator_s)} for all ranges": forecast.coordinator_s,
+        f"all records need {lasting(forecast.records_s)} to be taken": forecast.records_s,
+        f"units come no faster: all of them need {lasting(forecast.input_s)}": forecast.input_s,
     }
     why, seconds = max(limits.items(), key=lambda one: one[1])
     if seconds < thresholds.NOTICED * then_s:

@@ -317,8 +317,7 @@ class RecordsSection(TypedDict):
 
 class CoordinatorLine(TypedDict):
     host: str
-    cpu_share: Annotated[Amount, about("of one core, since the first node joined")]
-    range_s: Annotated[Amount | None, about("of a core, a range")]
+    cpu_share: Annotated[Amount, about("of one core, that its loop has run on since the first node joined")]
 
 
 class TwiceSection(TypedDict):

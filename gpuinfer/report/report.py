@@ -402,7 +402,7 @@ def evidence(run: Run) -> Evidence:
         dtype=run.setup.dtype,
         computes=run.setup.model is not None or run.roofline is not None,
         bfloat16_pays=not on_cpu or has_bfloat16(),
-        options=options(run),
+        options=options(run, 0 if whole.snapshot.cluster is None else len(whole.snapshot.cluster.section["nodes"])),
         command=run.command,
         models=report_sections.model_lines(snapshot, run.wall_s),
         cluster=None if whole.snapshot.cluster is None else whole.snapshot.cluster.section,
@@ -436,7 +436,7 @@ def _on_average(run: Run, whose: str) -> float | None:
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 
 
-def options(run: Run) -> dict[OptionFlag, dict[str, Any]]:
+def options(run: Run, nodes: int = 0) -> dict[OptionFlag, dict[str, Any]]:
     """The options of the plugins in force with their values, as far as the settings show them, and the number format.
 
     What was left to a plugin has the value that it took, where that shows: in the backend's `device`, in the facts.
@@ -445,13 +445,17 @@ def options(run: Run) -> dict[OptionFlag, dict[str, Any]]:
     taken: dict[OptionFlag, Mapping[str, Any]] = {
         "-B": {"slots": slots, **run.snapshot.device.get("in_force", {})},
         "-S": {},
+        "-L": {},
         "--": {"batch_size": slots, **run.progress.facts},
     }
     found: dict[OptionFlag, Mapping[str, Any]] = {
         "-B": run.settings.get("backends", {}).get(run.backend) or {},
         "-S": run.settings.get("strategies", {}).get(run.strategy) or {},
+        "-L": {},
         "--": {**(run.settings.get(run.workload) or {}), "dtype": run.setup.dtype},
     }
+    if nodes:
+        found["-L"] = {"nodes": nodes}
     return {
         flag: {name: taken[flag].get(name) if value is None else value for name, value in values.items()}
         for flag, values in found.items()

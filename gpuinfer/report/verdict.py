@@ -90,7 +90,8 @@ def judge(run: Evidence) -> BottleneckSection:
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
         return _section(NOTHING_ASKED, run, {})
     case = RunCase.of(run)
-    if (of_nodes := causes_cluster.dearest(case)) is not None:
+    of_nodes = causes_cluster.dearest(case)
+    if of_nodes is not None and not (of_nodes.change and run.in_force(of_nodes.change)):
         return _section(of_nodes, run, dict(case.bounds))
     causes = GENERATION if run.slots else CAUSES
     verdict = None
@@ -105,7 +106,7 @@ def judge(run: Evidence) -> BottleneckSection:
     if verdict.kind != "arrival-bound" and run.rows_per_s < thresholds.KEEPS_UP * offered:
         lost = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
         verdict = replace(verdict, why=f"{lost} {verdict.why}", healthy=False)
-    verdict = replace(verdict, why=causes_cluster.of_the_middle(run) + verdict.why)
+    verdict = causes_cluster.of_the_middle(verdict, run)
     return _section(verdict, run, dict(case.bounds))
 
 

@@ -28,6 +28,7 @@ from gpuinfer.cli.screen import live_view
 from gpuinfer.cli.screen.final_panel import in_brief
 from gpuinfer.cli.screen.final_panel import panel_rows as summary_rows
 from gpuinfer.cli.screen.final_panel import trial_rows as tried_rows
+from gpuinfer.cli.screen.node_rows import node_table
 from gpuinfer.cli.screen.workload_rows import PanelRow
 from gpuinfer.units import bar, duration, number, short
 
@@ -199,6 +200,7 @@ def frame(update: RunUpdate, rates: Mapping[str, float], title: str, width: int,
             Text(),
             _joined(parts, gap),
             Text(),
+            *_nodes(update, inside, height),
             _charts(update, inside, height),
             Text(),
             Text(" · ", style=FAINT, no_wrap=True, overflow="ellipsis").join(below),
@@ -284,8 +286,39 @@ def _joined(parts: Sequence[Text], gap: int) -> Text:
     return Text(" " * gap, no_wrap=True, overflow="ellipsis").join(parts)
 
 
+def _nodes(update: RunUpdate, width: int, height: int) -> Iterator[RenderableType]:
+    """A table of the nodes, as many as fit into half of the height; nothing of a run without nodes."""
+    found = live_view.nodes_of(update)
+    if not found or not found["nodes"]:
+        return
+    shown = node_table(found, _node_lines(update, height), width)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for index in range(len(shown.columns)):
+        last = index == len(shown.columns) - 1
+        table.add_column(
+            justify="left" if index < 2 or last else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=1 if last else None,
+        )
+    table.add_row(*(Text(name, style=FAINT) for name in shown.columns))
+    for cells, bad in zip(shown.rows, shown.bad, strict=True):
+        table.add_row(*(Text(cell, style=BAD if bad else "") for cell in cells))
+    yield table
+    yield Text(shown.remark, style=FAINT, no_wrap=True, overflow="ellipsis")
+    yield Text()
+
+
+def _node_lines(update: RunUpdate, height: int) -> int:
+    """Lines for nodes; 0 where there are none."""
+    found = live_view.nodes_of(update)
+    return min(len(found["nodes"]), max(3, height // 2 - 5)) if found else 0
+
+
 def _charts(update: RunUpdate, width: int, height: int) -> RenderableType:
     side_by_side = width >= WIDE
+    if nodes := _node_lines(update, height):
+        height -= nodes + 3
     rows = max(1, min(10, height - 10 if side_by_side else (height - 11) // 2))
     time = live_view.time_chart(update, rows)
     if not update.snapshot.batches:  # the workload brings its own answers, or nothing was asked yet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpuinfer.cli.screen import workload_rows
+from gpuinfer.cli.screen import node_rows, workload_rows
 from gpuinfer.cli.screen.live_view import LEAST_SHARE, device_of, errors_of, on_cores, row_word, with_failed
 from gpuinfer.cli.screen.workload_rows import PanelRow
 from gpuinfer.report.causes_text import shortage
@@ -48,6 +48,7 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
     yield from workload_rows.resignation_rows(report.get("resignation"))
     yield from workload_rows.rollouts_rows(report.get("rollouts"))
     yield from workload_rows.training_rows(report.get("training"))
+    yield from node_rows.node_panel_rows(report.get("cluster"))
     yield from _batches(report.get("batches") or {})
     yield from _pages(report.get("pages") or {})
     yield from _unmasking(report.get("unmasking") or {})

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.cli.screen import workload_rows
+from gpuinfer.cli.screen import node_rows, workload_rows
 from gpuinfer.host import compile_status
 from gpuinfer.report import report_sections
 from gpuinfer.report.report import doublings
@@ -73,6 +73,7 @@ class ViewLines:
             duration(update.elapsed_s),
             done_of(update),
             *rates_of(rates),
+            *node_rows.nodes_in_line(nodes_of(update)),
             *batch_texts(update.snapshot),
             *gone_on(update.snapshot),
             *device_shares(update.snapshot),
@@ -132,6 +133,12 @@ def on_cores(cores: Mapping[str, Any]) -> dict[str, float]:
     ours = {**stations, REST: stations.get(REST, 0.0) + max(0.0, busy - math.fsum(stations.values()))}
     theirs = zip(NOT_OURS, (cores["others_s"], cores["stolen_s"], cores["idle_s"]), strict=True)
     return {**ours, **{name: seconds for name, seconds in theirs if seconds}}
+
+
+def nodes_of(update: RunUpdate) -> Mapping[str, Any] | None:
+    """The report's `cluster` as it is now; None of a run that is not over nodes."""
+    state = update.snapshot.cluster
+    return None if state is None else state.section
 
 
 def preparing(update: RunUpdate) -> bool:
