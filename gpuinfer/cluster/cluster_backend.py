@@ -28,7 +28,7 @@ class ClusterBackend(Backend):
         super().__init__(setup)
         self.figures = figures
         self._counted: Mapping[str, Any] | None = None
-        self._as_of = 0  # `ClusterFigures.changes`
+        self._changes = self._events = 0  # of the figures, as of the sum
         self._due = 0.0
 
     async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
@@ -36,11 +36,12 @@ class ClusterBackend(Backend):
 
     async def stats(self) -> Mapping[str, Any] | None:
         now, figures = time.monotonic(), self.figures
-        over = figures.clock_to is not None
-        if self._counted is not None and (figures.changes == self._as_of or (now < self._due and not over)):
-            return self._counted
-        self._as_of, total = figures.changes, figures.snapshot(now)
-        self._counted = {name: getattr(total, name) for name in RULES} | {"cluster": state_of(figures, now)}
-        ended = time.monotonic()
-        self._due = ended + max(EVERY_S, PAUSE * (ended - now))
+        event = figures.events != self._events
+        if self._counted is None or event or (figures.changes != self._changes and now >= self._due):
+            self._changes, self._events = figures.changes, figures.events
+            total = figures.snapshot(now)
+            counted = {name: getattr(total, name) for name in RULES}
+            self._counted = {**counted, "cluster": state_of(figures, now)}
+            ended = time.monotonic()
+            self._due = ended + max(EVERY_S, PAUSE * (ended - now))
         return self._counted

@@ -248,7 +248,8 @@ class ClusterFigures:
         self.clock_from: float | None = None  # the first node had its first units
         self.clock_to: float | None = None  # all units were kept
         self.accounts: dict[str, NodeAccount] = {}
-        self.changes = 0  # counted up at each: a sum is made anew
+        self.changes = 0  # counted up at each: a sum is made anew,
+        self.events = 0  # and at once where a node has come, begun or gone
         self.unit = "units"  # many of them, for people
         self.count_ranges: Callable[[], RangeFigures] = RangeFigures  # the coordinator's
         self.measured: dict[tuple[str, int], Roofline] = {}  # the bare model, by kind of machine
@@ -262,7 +263,7 @@ class ClusterFigures:
         self, node: int, host: NodeMachine, now: float, *, index: int | None = None, version: str = ""
     ) -> NodeAccount:
         """A process has joined under this number; `index`: its launcher's."""
-        self.changes += 1
+        self.events += 1
         if self.first_joined is None:
             self.first_joined, self._cpu_from = now, self._cpu_clock()
         by_hand = sum(name.startswith("+") for name in self.accounts)
@@ -295,10 +296,11 @@ class ClusterFigures:
             self.measured[account.machine.kind] = report.roofline
         if self.clock_from is None and account.began_at is not None:
             self.clock_from = now
+            self.events += 1
 
     def gone(self, node: int, now: float, why: str = "", lost: bool = False) -> None:
         """It has left, or is `lost`. What it has counted stays in the sum."""
-        self.changes += 1
+        self.events += 1
         if (account := self._numbers.pop(node, None)) is not None and account.left_at is None:
             account.left_at, account.why, account.lost = now, why, lost
 
@@ -310,7 +312,7 @@ class ClusterFigures:
     def ended(self, now: float) -> None:
         """All units are kept, or the run is to stop: what nodes do from here on is not counted."""
         if self.clock_to is None:
-            self.changes += 1
+            self.events += 1
             self.clock_to = now
             for one in self.accounts.values():
                 one.ended()

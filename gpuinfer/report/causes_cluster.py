@@ -16,19 +16,19 @@ from gpuinfer.report import thresholds
 from gpuinfer.report.cluster_forecast import ClusterForecast
 from gpuinfer.report.document import ClusterSection, NodeLine, VerdictClass
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.forecast import Gain, RunCase, Verdict
+from gpuinfer.report.forecast import Gain, Verdict
 from gpuinfer.units import lasting
 
 Cost = tuple[float, Verdict]
 """The share of the nodes' time, and the cause."""
 
 
-def dearest(case: RunCase) -> Verdict | None:
+def dearest(run: Evidence) -> Verdict | None:
     """The cause that costs the nodes most of their time; None where none costs much, or there are no nodes."""
-    found = case.run.cluster
+    found = run.cluster
     if found is None or not found["wall_s"] or not found["nodes"]:
         return None
-    costs = [*_lost(found), *_waits(found), *_too_many(found, case.run), *_slow(found, case.run)]
+    costs = [*_lost(found), *_waits(found), *_too_many(found, run), *_slow(found, run)]
     cost, verdict = max(costs, key=lambda one: one[0], default=(0.0, None))
     return verdict if cost >= thresholds.LOST_TO_NODES else None
 
@@ -159,9 +159,10 @@ def _slow(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
     advice = f"Let nothing else run on {worst['host']}, or leave it out."
     if len({line["host"] for line in found["nodes"]}) == 1:
         advice = "Let nothing else run on its cores, or use fewer nodes on this host."
-    # one of many costs little, and is still what there is to mend
+    # One of many costs little, and is still what there is to mend. At the end all wait for the slow ones.
+    share = missing + found["tail_cost_s"] / found["wall_s"]
     yield (
-        max(missing, thresholds.LOST_TO_NODES),
+        max(share, thresholds.LOST_TO_NODES),
         Verdict("slow node", "idle", why, advice, None, Gain.up_to(1 / max(1 - missing, 0.1))),
     )
 

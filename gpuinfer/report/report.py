@@ -451,7 +451,6 @@ def options(run: Run, nodes: int = 0) -> dict[OptionFlag, dict[str, Any]]:
     found: dict[OptionFlag, Mapping[str, Any]] = {
         "-B": run.settings.get("backends", {}).get(run.backend) or {},
         "-S": run.settings.get("strategies", {}).get(run.strategy) or {},
-        "-L": {},
         "--": {**(run.settings.get(run.workload) or {}), "dtype": run.setup.dtype},
     }
     if nodes:

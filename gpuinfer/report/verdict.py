@@ -83,6 +83,9 @@ NOTHING_TO_DO = Verdict("inconclusive", "idle", "There was nothing to do.", "Giv
 
 def judge(run: Evidence) -> BottleneckSection:
     """The report's `bottleneck`: class, evidence, bounds in rows/s, advice and its gain as a factor."""
+    of_nodes = causes_cluster.dearest(run)
+    if of_nodes is not None and not (of_nodes.change and run.in_force(of_nodes.change)):
+        return _section(of_nodes, run, {})
     if not (run.wall_s > 0 and run.lanes):
         return _section(NOTHING, run, {})
     if run.total == 0 and not (run.requests or run.lost or run.rows_per_s):
@@ -90,9 +93,6 @@ def judge(run: Evidence) -> BottleneckSection:
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
         return _section(NOTHING_ASKED, run, {})
     case = RunCase.of(run)
-    of_nodes = causes_cluster.dearest(case)
-    if of_nodes is not None and not (of_nodes.change and run.in_force(of_nodes.change)):
-        return _section(of_nodes, run, dict(case.bounds))
     causes = GENERATION if run.slots else CAUSES
     verdict = None
     for cause in causes:

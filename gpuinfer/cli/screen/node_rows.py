@@ -113,6 +113,8 @@ def nodes_in_line(found: Mapping[str, Any] | None) -> Iterator[str]:
     count = len(found["nodes"])
     states = Counter(line["state"] for line in found["nodes"])
     busy = states["working"] + states["waiting"]
+    if not busy:
+        return
     yield f"{count} node{'' if count == 1 else 's'}" if busy == count else f"{busy} of {count} nodes"
     if slowest := slowest_of(found):
         yield slowest
