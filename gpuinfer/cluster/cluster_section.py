@@ -134,6 +134,7 @@ def _line(
         "gpuinfer": one.version,
         "state": _state(one, now, over=figures.clock_to is not None),
         "joined_s": max(0.0, one.joined_at - figures.began_at),
+        "start_up_s": None if one.began_at is None else max(0.0, one.began_at - (figures.first_joined or 0.0)),
         "left_s": None if one.left_at is None else max(0.0, one.left_at - figures.began_at),
         "why": one.why or None,
         "restarts": one.restarts,

@@ -11,6 +11,7 @@ D = R / (1 + X R).
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from gpuinfer.report import thresholds
@@ -42,11 +43,13 @@ class ClusterForecast:
         if not nodes or not wall_s or time["working"] <= 0:
             return None
         starved_s, with_records_s, gone_s = (time[name] * wall_s for name in ("starved", "records", "gone"))
-        start_s, tail_s = time["starting"] * wall_s, found["tail_cost_s"]
-        each_s = max(0.0, wall_s - start_s - tail_s - starved_s - with_records_s - gone_s)
+        starts = [wall_s if line["start_up_s"] is None else line["start_up_s"] for line in found["nodes"]]
+        start_s, tail_s = min(statistics.median(starts), time["starting"] * wall_s), found["tail_cost_s"]
+        waits_s = gone_s + time["starting"] * wall_s - start_s  # of nodes that start slower than most
+        each_s = max(0.0, wall_s - start_s - tail_s - starved_s - with_records_s - waits_s)
         sending_s = found["records"]["sending_s"] or 0.0
         count = found["ranges"]["count"]
-        records_s, input_s, waits_s = count * sending_s / (1 + count / wall_s * sending_s), 0.0, gone_s
+        records_s, input_s = count * sending_s / (1 + count / wall_s * sending_s), 0.0
         if time["records"] >= thresholds.NOTICED:
             records_s = max(records_s, each_s + with_records_s)
         else:

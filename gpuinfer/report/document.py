@@ -269,7 +269,10 @@ class NodeLine(TypedDict):
     joined_s: Annotated[
         Amount, about("seconds after the coordinator's start; of the last process, where it was restarted")
     ]
-    left_s: Annotated[Amount | None, about("likewise; null: it is there")]
+    start_up_s: Annotated[
+        Amount | None, about("from when the first node joined until this one had units; null: it had none")
+    ]
+    left_s: Annotated[Amount | None, about("seconds after the coordinator's start; null: it is there")]
     why: Annotated[str | None, about("why it left")]
     restarts: Count
     units: Annotated[Count, about("that it has finished")]

@@ -72,7 +72,9 @@ class MadeUpNode:
 
 
 class MadeUpRun:
-    """Nodes from the beginning to `end_s`; of many a report every ten seconds is enough. `coordinator`: the share of a core that the coordinator has used."""
+    """Nodes from the beginning to `end_s`; of many a report every ten seconds is enough. `coordinator`: the share of a
+    core that the coordinator has used.
+    """
 
     def __init__(self, *nodes: MadeUpNode, end_s: float = 100.0, coordinator: float = 0.02, range_s: float = 10.0):
         self.now = 0.0

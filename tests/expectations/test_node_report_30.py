@@ -316,13 +316,13 @@ def test_two_real_nodes_are_reported_as_one_run(numbers):
 
 
 @pytest.mark.system
-def test_a_real_node_that_is_slowed_is_named(numbers):
-    """It is suspended for four fifths of the time."""
+def test_a_real_node_that_is_slowed_is_named(numbers, tmp_path):
+    """It is suspended for four fifths of the time, from when there are first records on."""
     over = threading.Event()
 
     def slow_down(process):
         until = time.monotonic() + WAIT_S
-        while len(nodes := node_processes(process)) < 3:
+        while len(nodes := node_processes(process)) < 3 or not list(tmp_path.glob("out/*.part")):
             assert time.monotonic() < until
             time.sleep(0.05)
 

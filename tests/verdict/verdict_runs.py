@@ -18,7 +18,7 @@ from gpuinfer.report.evidence import Evidence
 # What each line of a `NodeLine` and each section of a `ClusterSection` has unless a run says otherwise
 NODE = {
     "node": "0", "host": "host0", "cpu": "a processor", "cores": 4, "gpuinfer": "1", "state": "working",
-    "joined_s": 0.0, "left_s": None, "why": None, "restarts": 0, "units": 100, "units_per_s": 1.0,
+    "joined_s": 0.0, "start_up_s": 0.0, "left_s": None, "why": None, "restarts": 0, "units": 100, "units_per_s": 1.0,
     "rows_per_s": 100.0, "relative": 1.0, "starved_share": 0.0, "records_share": 0.0, "records": "wire",
     "efficiency": None, "rows_mean": 64.0, "latency_s": {}, "others_cores": 0.0, "waited_share": 0.0,
     "clock_share": 1.0, "clock_offset_s": 0.0,
