@@ -35,7 +35,7 @@ TIMES = ("working", "starting", "starved", "records", "tail", "gone")
 
 def state_of(figures: ClusterFigures, now: float) -> ClusterState:
     """After `figures.snapshot(now)`."""
-    accounts = list(figures.accounts.values())
+    accounts = sorted(figures.accounts.values(), key=lambda one: (one.name.startswith("+"), int(one.name)))
     end = figures.clock_to if figures.clock_to is not None else now
     shares = host_shares(figures.present or accounts)
     rooflines = {one.name: _scaled(figures.measured.get(one.machine.kind), shares[one.name]) for one in figures.present}
