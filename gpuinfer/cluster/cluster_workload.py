@@ -47,7 +47,11 @@ class ClusterWorkload(Workload):
         return
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
-        yield Progress(0, note=f"starting {self._plan.nodes} nodes", setup=True)
+        count = self._plan.nodes
+        starting = (
+            f"starting {count} {'node' if count == 1 else 'nodes'}" if self._plan.launcher.starts else "listening"
+        )
+        yield Progress(0, note=starting, setup=True)
         await infer.ready()  # its counters are asked for from here on
         async with Coordinator(self._division, self._job, self._plan, self.figures) as coordinator:
             self.coordinator = coordinator

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import stat
 import tomllib
 import warnings
@@ -35,6 +36,9 @@ RESERVED = {
     "GPUINFER_PLUGINS",
     installation.ONE_FILE_VARIABLE,
 }  # say where something is, and are no settings
+SERVICE_LINK = re.compile(  # what Kubernetes tells pods of a service whose name begins with gpuinfer: no setting
+    r"GPUINFER(_[A-Z0-9]+)*_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 TABLES = ("backends", "strategies", "launchers")  # tables of tables; a workload's table stands at the top
 COMMANDS = ("fleet", "models", "serve")  # of ours, with a table of the same kind as a workload's
 
@@ -182,6 +186,8 @@ def load(flags: Mapping[str, GivenValue] | None = None, config: Path | None = No
         reader = create_model("Environment", __base__=Reader, **fields)
     read = dict(_flatten(EnvSettingsSource(reader)(), _variable))
     taken = {_variable(path) for path in read} | RESERVED
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        taken |= {variable for variable in os.environ if SERVICE_LINK.fullmatch(variable)}
     for variable, value in os.environ.items():
         if variable.upper().startswith(PREFIX) and value and variable.upper() not in taken:
             known = [_variable((key,)) for key in _common_keys()]

@@ -10,11 +10,14 @@ import shutil
 import subprocess
 from typing import Any
 
+import forking
 import hypothesis
 import pytest
 import yaml
 from hypothesis import strategies
 from monitoring.exposed import everything, labels_of
+from ports import free_port
+from serving.replica_servers import write_keys
 
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
@@ -288,6 +291,25 @@ def test_settings_of_this_machine_have_no_say_in_what_runs_elsewhere(manifests, 
     assert manifests("--", "serve", "--model", "tiny") == before
 
 
+def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_no_settings(gpuinfer, empty_folder, monkeypatch):
+    links = {
+        "GPUINFER_SERVICE_HOST": "10.0.0.1",
+        "GPUINFER_SERVICE_PORT_HTTP": "80",
+        "GPUINFER_PORT": "tcp://10.0.0.1:80",
+        "GPUINFER_PORT_80_TCP_ADDR": "10.0.0.1",
+        "GPUINFER_COORDINATOR_PORT_7411_TCP": "tcp://10.0.0.1:7411",
+    }
+    for name, value in links.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = gpuinfer("config")
+    assert code == 2, "elsewhere they are settings with a typing error"
+    assert "no such setting" in err
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert gpuinfer("config")[0] == 0
+    monkeypatch.setenv("GPUINFER_PROT", "80")
+    assert gpuinfer("config")[0] == 2
+
+
 def test_variables_in_a_commands_words_stay_words(manifests):
     words = (
         "--",
@@ -387,6 +409,28 @@ def test_a_launcher_that_starts_nothing_takes_the_key_that_its_nodes_have(tmp_pa
     assert make().reached_at() == make().bind == "127.0.0.1"
     with pytest.raises(UsageError, match=r"0\.0\.0\.0 for all of them"):
         make(bind="everywhere")
+
+
+@pytest.mark.thorough
+def test_nodes_that_others_start_do_the_work_of_a_run_and_leave_when_it_is_over(tmp_path):
+    """As the pods of a run have it: a key that lies there, a port that is known, nodes with numbers."""
+    write_keys(tmp_path / "key", "a-key-of-the-tests")
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "row {number}"}}\n' for number in range(64)))
+    address = f"127.0.0.1:{free_port()}"
+    words = ["generate", "--model", "tiny", "--input", "prompts.jsonl", "--output", "answers.jsonl", "--no-roofline"]
+    words += ["--max-new-tokens", "4", "--launcher", "external", "-L", "key_file=key", "-L", f"coordinator={address}"]
+    coordinator = forking.Forked(["gpuinfer", *words, "-L", "nodes=2", "--json", "report.json"], tmp_path, text=True)
+    node = ["gpuinfer", "node", address, "--key-file", "key"]
+    nodes = [forking.Forked([*node, "--index", str(number)], tmp_path, text=True) for number in range(2)]
+    try:
+        said = [one.communicate(timeout=WAIT_S) for one in (coordinator, *nodes)]
+        assert [one.returncode for one in (coordinator, *nodes)] == [0, 0, 0], said
+        assert f"gpuinfer node {address} --key-file key" in said[0][1]
+        assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 64
+        assert json.loads((tmp_path / "report.json").read_text())["status"] == "done"
+    finally:
+        for one in (coordinator, *nodes):
+            one.kill()
 
 
 def test_replicas_of_a_server_have_to_be_started_by_somebody(gpuinfer, empty_folder):
