@@ -72,6 +72,7 @@ class Division(ABC):
 
     unit: ClassVar[str] = "rows"  # many of them, for people
     least: int = 1  # units that a range should have, where so many are left: fewer cost more than they bring
+    arithmetic: str = ""  # `Backend.arithmetic` of the run's backend; set before `open`
 
     @property
     @abstractmethod

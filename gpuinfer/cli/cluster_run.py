@@ -45,6 +45,7 @@ def over_nodes(name: str, plan: RunPlan, merged: Settings) -> RunPlan:
             raise UsageError(f"{flag} looks into one process, and this run has many. Leave it out, or --launcher.")
     with blame.blaming(plan.workload, "division"):
         division = plan.workload.division()
+    division.arithmetic = plan.backend.arithmetic
     nodes = nodes_plan(merged)
     workload = ClusterWorkload(plan.workload, division, job_of(name, plan, merged), nodes)
     backend = ClusterBackend(replace(plan.backend.setup, trace=None), workload.figures)

@@ -152,19 +152,28 @@ class GroupFeed:
         controller.changed = self._change.set
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        for number in self._numbers:
+        async for number in self.numbers():
             if self._training is not None:
                 try:
                     await self._training.admitted()
                 except Closed:  # the trainer wants no more
                     return
-            while not (self._controller.room if self._limit is None else self.under_way < self._limit):
-                self._change.clear()
-                await self._change.wait()
+            await self.room()
             if self._training is not None:
                 self._training.started()
             self.under_way += 1
             yield number
+
+    async def numbers(self) -> AsyncIterator[int]:
+        """Those that are to be played, in their order."""
+        for number in self._numbers:
+            yield number
+
+    async def room(self) -> None:
+        """Wait until one more group may be begun."""
+        while not (self._controller.room if self._limit is None else self.under_way < self._limit):
+            self._change.clear()
+            await self._change.wait()
 
     def finished(self) -> None:
         self.under_way -= 1

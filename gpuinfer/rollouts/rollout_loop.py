@@ -9,7 +9,7 @@ import statistics
 import time
 
 from gpuinfer.rollouts.concurrency import GroupFeed
-from gpuinfer.rollouts.files import Writer
+from gpuinfer.rollouts.files import GroupKeeper
 from gpuinfer.rollouts.gameplay import GroupPlayer
 from gpuinfer.rollouts.record import Group
 from gpuinfer.rollouts.reference_model import ReferenceModel
@@ -66,7 +66,7 @@ class RolloutLoop:
         player: GroupPlayer,
         *,
         reference: ReferenceModel | None = None,
-        keeper: Writer | None = None,
+        keeper: GroupKeeper | None = None,
         training: Training | None = None,
     ) -> None:
         self._feed, self._player = feed, player

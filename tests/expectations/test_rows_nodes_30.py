@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cluster.list_feed import ListFeed
 
@@ -17,12 +18,14 @@ from gpuinfer.api import Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.rollouts.files import read
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving.openai.model_options import model_fingerprint
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.workloads.generate import generate_division
 from gpuinfer.workloads.generate import workload as generate_workload
 from gpuinfer.workloads.generate.workload import Generate
+from gpuinfer.workloads.rollouts.workload import Rollouts
 
 TINY = {"model": "tiny", "max_new_tokens": 5, "batch_size": 8}
 WAIT_S = 120.0
@@ -260,3 +263,97 @@ async def test_an_output_of_other_settings_is_refused_before_a_node_is_started(t
     await alone(generate(tmp_path))
     with pytest.raises(UsageError, match="made with other settings"):
         generate(tmp_path, resume=True, max_new_tokens=9).division().open()
+
+
+def rollouts(out: Path, **options: Any) -> Rollouts:
+    given = {"env": "arithmetic", "model": "tiny", "groups": 5, "samples_per_group": 2, "max_new_tokens": 4}
+    return Rollouts(Setup(seed=2), **given, batch_size=8, out=out, **options)
+
+
+def records(out: Path) -> list[Any]:
+    """The groups in their order, without their times and what was cached, which no two runs share."""
+    plain = [msgspec.json.decode(msgspec.json.encode(group)) for group in read(out)]
+    return sorted(map(without_times, plain), key=lambda group: group["number"])
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        timed = ("timing", "cached_tokens", "started", "seconds", "reference_s")
+        return {name: without_times(one) for name, one in value.items() if name not in timed}
+    return [without_times(one) for one in value] if isinstance(value, list) else value
+
+
+async def play_over_nodes(workload: Rollouts, leave: int = 0) -> list[WorkRange]:
+    """As `over_nodes`, of groups, two a range; a file holds the records of each second range."""
+    division = workload.division()
+    kept = await asyncio.to_thread(division.open)
+    assert node_of(workload).deciding("") == division.settings
+    ranges = await ranges_of(division, 2)
+    back = [pair for node in range(2) for pair in (await on_node(workload, ranges[node::2])).sent.items()]
+    for number, ((start, stop), packed) in enumerate(back[::-1][: len(back) - leave]):
+        file = workload.options.out.parent / "range"
+        if number % 2:
+            file.write_bytes(packed)
+        await division.keep(WorkRange(start, stop), file if number % 2 else packed)
+        assert not file.exists()
+    await division.close(not leave)
+    assert sum(stop - start for start, stop in kept) + sum(map(len, ranges)) == division.total
+    return ranges
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+async def test_groups_played_on_nodes_are_those_of_one_machine(tmp_path: Path, form: str) -> None:
+    await alone(rollouts(tmp_path / "one", format=form))
+    await play_over_nodes(rollouts(tmp_path / "out", format=form))
+    assert [group["number"] for group in records(tmp_path / "out")] == list(range(5))
+    assert records(tmp_path / "out") == records(tmp_path / "one")
+
+
+async def test_rollouts_that_were_stopped_go_on_with_the_groups_that_are_missing(tmp_path: Path) -> None:
+    await alone(rollouts(tmp_path / "one"))
+    assert sum(map(len, await play_over_nodes(rollouts(tmp_path / "out"), leave=2))) == 5
+    assert 0 < sum(map(len, await play_over_nodes(rollouts(tmp_path / "out", resume=True)))) < 5
+    assert records(tmp_path / "out") == records(tmp_path / "one")
+
+
+async def test_an_opponent_and_a_reference_play_on_nodes_as_on_one_machine(tmp_path: Path) -> None:
+    given = {"reference": "inline", "opponent": ["policy=tiny"], "samples_per_group": 1, "groups": 3}
+
+    def made(name: str) -> Rollouts:
+        return Rollouts(Setup(seed=2), env="arithmetic", model="tiny", out=tmp_path / name, max_new_tokens=3, **given)
+
+    await alone(made("one"))
+    await play_over_nodes(made("out"))
+    assert records(tmp_path / "out") == records(tmp_path / "one")
+
+
+async def test_a_node_plays_the_groups_that_it_has_begun_to_their_end_when_it_is_to_stop(tmp_path: Path) -> None:
+    workload = rollouts(tmp_path / "out", groups_in_flight=2)
+    node = node_of(workload)
+    async with session(node) as infer:
+
+        class StoppingFeed(ListFeed):
+            async def take(self, most: int) -> WorkRange | None:
+                if self.records:
+                    infer.stopping.set()
+                    await asyncio.Event().wait()
+                return await super().take(most)
+
+        feed = StoppingFeed([WorkRange(0, 5)], node.pack_records)
+        async for progress in node.run_ranges(infer, feed):
+            assert progress.total is None
+    assert 0 < len(feed.records) < 5
+
+
+def test_a_trainer_and_nodes_are_refused_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="Leave --launcher out"):
+        rollouts(tmp_path / "out", trainer_seconds=1.0).division()
+
+
+async def test_groups_of_another_range_are_refused(tmp_path: Path) -> None:
+    division = rollouts(tmp_path / "out").division()
+    await asyncio.to_thread(division.open)
+    for packed in (b'{"number": 3}\n{"number": 4}\n', b"nothing of the kind\n", b""):
+        with pytest.raises(WorkError, match="one version"):
+            await division.keep(WorkRange(0, 2), packed)
+    await division.close(False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import RecordFolder, sync_folder, unwritable
@@ -107,8 +107,10 @@ def _numbers(folder: RecordFolder, shard: Path) -> set[int]:
     return set(found)
 
 
-class GroupWriter(JournalThread[Group]):
-    """Writes groups to the journal of a claimed folder, and lets others have the folder after a failure."""
+class GroupWriter(JournalThread["Group | bytes"]):
+    """Writes groups, or their lines, to the journal of a claimed folder, and lets others have the folder after a
+    failure.
+    """
 
     _patience_s = PATIENCE_S
 
@@ -117,8 +119,8 @@ class GroupWriter(JournalThread[Group]):
         self._folder, self._journal = folder, journal
         self.start()
 
-    def _write(self, items: Sequence[Group]) -> int:
-        return sum(self._journal.add(shards.encode(group)) for group in items)
+    def _write(self, items: Sequence[Group | bytes]) -> int:
+        return sum(self._journal.add(one if isinstance(one, bytes) else shards.encode(one)) for one in items)
 
     def _sync(self) -> None:
         self._journal.sync()
@@ -139,6 +141,21 @@ class GroupWriter(JournalThread[Group]):
 
     def _failed(self, error: Exception) -> WorkError:
         return unwritable(self._folder.path, error) if isinstance(error, OSError) else super()._failed(error)
+
+
+class GroupKeeper(Protocol):
+    """Where groups go that were played."""
+
+    @property
+    def done(self) -> Collection[int]:
+        """The numbers of groups that are there."""
+        ...
+
+    async def add(self, group: Group) -> None: ...
+
+    async def flush(self) -> None:
+        """What was added is kept when this returns."""
+        ...
 
 
 class Writer:
@@ -192,14 +209,21 @@ class Writer:
 
     async def add(self, group: Group) -> None:
         """Write it soon; waits while too many are queued. Raises `WorkError` when something could not be written."""
-        if group.number in self._done:
-            raise ValueError(f"group {group.number} is there already")
-        self._done.add(group.number)
+        await self._add(group.number, group)
+
+    async def add_line(self, number: int, line: bytes) -> None:
+        """As `add`, the line that `shards.encode` has made of the group of this number, in another process."""
+        await self._add(number, line)
+
+    async def _add(self, number: int, group: Group | bytes) -> None:
+        if number in self._done:
+            raise ValueError(f"group {number} is there already")
+        self._done.add(number)
         try:
             await self._thread.room()
             self._thread.add(group)
         except BaseException:
-            self._done.discard(group.number)
+            self._done.discard(number)
             raise
 
     async def flush(self) -> None:

@@ -103,14 +103,16 @@ complete.
 
 
 class GenerateDivision(Division):
-    """The coordinator's side. `open_run` claims input and output; `most` ends the input after so many rows."""
+    """The coordinator's side. `open_run` claims input and output, given `Backend.arithmetic`; `most` ends the input
+    after so many rows.
+    """
 
     unit = "rows"
     least = 8
 
     def __init__(
         self,
-        open_run: Callable[[], OpenedRun],
+        open_run: Callable[[str], OpenedRun],
         reader: PromptRowReader,
         writer: LineWriter,
         ended: Ended,
@@ -143,7 +145,7 @@ class GenerateDivision(Division):
 
     def open(self) -> Sequence[Interval]:
         """None: units are numbered among the rows that this run answers."""
-        self._opened = self._open_run()
+        self._opened = self._open_run(self.arithmetic)
         return ()
 
     def _begin(self) -> None:

@@ -297,7 +297,7 @@ class Generate(Workload):
             self._say_failures(counts, output.is_useless)
 
         return GenerateDivision(
-            lambda: self._open(""),
+            self._open,
             self._reader(),
             self._writer(),
             ended,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 
 from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.division import Division, RangeFeed
 from gpuinfer.errors import UsageError
 from gpuinfer.host.event_loop import follow_task
 from gpuinfer.rollouts.agent import POLICY, ChatEncoder, RolloutCounts, Speaker
@@ -50,6 +51,13 @@ from gpuinfer.workloads.rollouts.options import (
     server_plan,
     training_plan,
 )
+from gpuinfer.workloads.rollouts.rollouts_division import (
+    FeedKeeper,
+    RangeGroupFeed,
+    RolloutsDivision,
+    pack_groups,
+    set_late,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +67,7 @@ class RolloutStage:
     """What a run has ready before its first game."""
 
     chat: ChatEncoder
-    keeper: Writer | None = None
+    writer: Writer | None = None
     reference: ReferenceModel | None = None
     opponents: dict[str, Speaker] = field(default_factory=dict)  # by role
     chats: dict[str, ChatEncoder] = field(default_factory=dict)  # of other models, by name
@@ -67,8 +75,8 @@ class RolloutStage:
     async def close(self) -> None:
         for chat in (self.chat, *self.chats.values()):
             chat.close()
-        if self.keeper is not None:
-            await self.keeper.close()
+        if self.writer is not None:
+            await self.writer.close()
 
 
 class Rollouts(Workload):
@@ -136,7 +144,7 @@ class Rollouts(Workload):
         )
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
-        preparing = asyncio.create_task(self._prepare(infer))
+        preparing = asyncio.create_task(self._prepare(infer, self._writer))
         async for _ in follow_task(preparing, infer.stopping):
             yield Progress(0, note="loading the model", setup=True)
         if preparing.cancelled():
@@ -148,21 +156,16 @@ class Rollouts(Workload):
             training = await open_here.enter_async_context(
                 open_training(self.options, infer, consumer=self.consumer, resume=self.options.resume, policy=policy)
             )
-            done = frozenset[int]() if stage.keeper is None else stage.keeper.done
-            ask, make = infer, self.environment
+            done = frozenset[int]() if stage.writer is None else stage.writer.done
             if training is not None:
                 training.go_on(self.options.out, done)
-                ask, make = training.infer, training.meter.environments(make)
                 if (reference := stage.reference) is not None:
                     training.meter.reference_s = lambda: reference.seconds
-            if isinstance(self.environment.factory, type):
-                infer.watch(self.environment.factory)
-            limit = self.options.groups_in_flight
-            controller = ConcurrencyController(RolloutCounts(), slots_of(infer) if limit is None else None)
-            player = GroupPlayer(ask, make, self.plan(stage.opponents), stage.chat, controller)
+            player = self._player(infer, stage, training)
             numbers = itertools.count() if self._groups is None else iter(range(self._groups))
-            feed = GroupFeed((number for number in numbers if number not in done), controller, limit, training)
-            loop = RolloutLoop(feed, player, reference=stage.reference, keeper=stage.keeper, training=training)
+            limit = self.options.groups_in_flight
+            feed = GroupFeed((number for number in numbers if number not in done), player.controller, limit, training)
+            loop = RolloutLoop(feed, player, reference=stage.reference, keeper=stage.writer, training=training)
             yield self._progress(loop.tally, player, training)  # the run's clock starts
             running = asyncio.create_task(loop.run())
             try:
@@ -170,24 +173,85 @@ class Rollouts(Workload):
                     yield self._progress(loop.tally, player, training)
             except BaseExceptionGroup as group:
                 raise errors.unwrap(group) from group
-        if loop.tally.failed:
-            log.warning(
-                "%d games ended in an error and were played again; the record has them as failed.", loop.tally.failed
-            )
         if running.cancelled() and self.options.out is not None:
             log.warning("stopped; what was played is in %s. Run it again with --resume to go on.", self.options.out)
+        _say_failed(loop.tally)
         yield self._progress(loop.tally, player, training)
 
-    async def _prepare(self, infer: Infer) -> RolloutStage:
+    def _player(self, infer: Infer, stage: RolloutStage, training: Training | None = None) -> GroupPlayer:
+        ask, make = infer, self.environment
+        if training is not None:
+            ask, make = training.infer, training.meter.environments(make)
+        if isinstance(self.environment.factory, type):
+            infer.watch(self.environment.factory)
+        limit = self.options.groups_in_flight
+        controller = ConcurrencyController(RolloutCounts(), slots_of(infer) if limit is None else None)
+        return GroupPlayer(ask, make, self.plan(stage.opponents), stage.chat, controller)
+
+    # Over many machines
+
+    def node_options(self) -> Mapping[str, Any]:
+        """Without the record, which the coordinator alone writes."""
+        given = self.options.model_dump(mode="json", exclude_unset=True)
+        return {name: one for name, one in given.items() if name not in ("out", "format", "resume", "groups")}
+
+    def division(self) -> Division:
+        own = self.options
+        if own.listen is not None or own.trainer_seconds is not None or own.steps is not None:
+            raise UsageError(
+                "--listen, --trainer-seconds and --steps: a trainer takes groups from one process, and gives weights "
+                "to it alone. Leave --launcher out, or leave these out and train on the record in --out."
+            )
+        return RolloutsDivision(own.groups, self.deciding, None if own.out is None else self._writer, own.out)
+
+    def deciding(self, arithmetic: str) -> Mapping[str, Any]:
+        check_with_model(self.model(), self.sampling)
+        return self.deciding_settings(arithmetic)
+
+    async def run_ranges(self, infer: Infer, feed: RangeFeed) -> AsyncIterator[Progress]:
+        preparing = asyncio.create_task(self._prepare(infer))
+        async for _ in follow_task(preparing, infer.stopping):
+            yield Progress(0, note="loading the model", setup=True)
+        if preparing.cancelled():
+            return
+        stage, self._groups = preparing.result(), None
+        async with contextlib.AsyncExitStack() as open_here:
+            open_here.push_async_callback(stage.close)
+            player = self._player(infer, stage)
+            groups = RangeGroupFeed(feed, player.controller, self.options.groups_in_flight, infer.stopping)
+            loop = RolloutLoop(groups, player, reference=stage.reference, keeper=FeedKeeper(feed))
+            yield self._progress(loop.tally, player)  # the run's clock starts
+            running, late = asyncio.create_task(loop.run()), asyncio.Event()
+            timing = asyncio.create_task(set_late(infer.stopping, late))
+            open_here.callback(timing.cancel)
+            try:
+                async for _ in follow_task(running, late):
+                    yield self._progress(loop.tally, player)
+            except BaseExceptionGroup as group:
+                raise errors.unwrap(group) from group
+        _say_failed(loop.tally)
+        yield self._progress(loop.tally, player)
+
+    def pack_records(self, records: Sequence[Any]) -> bytes:
+        return pack_groups(records)
+
+    def _writer(self, settings: Mapping[str, Any]) -> Writer:
+        own = self.options
+        assert own.out is not None
+        return Writer(own.out, own.format, settings, resume=own.resume)
+
+    async def _prepare(
+        self, infer: Infer, open_writer: Callable[[Mapping[str, Any]], Writer] | None = None
+    ) -> RolloutStage:
         """Everything that may take a while before the first game."""
         own, spec = self.options, self.model()
         await asyncio.to_thread(check_with_model, spec, self.sampling)
         async with contextlib.AsyncExitStack() as if_refused:
             stage = RolloutStage(await asyncio.to_thread(self._chat, spec))
             if_refused.push_async_callback(stage.close)
-            if own.out is not None:
+            if own.out is not None and open_writer is not None:
                 settings = await asyncio.to_thread(self.deciding_settings, infer.arithmetic)
-                stage.keeper = Writer(own.out, own.format, settings, resume=own.resume)
+                stage.writer = open_writer(settings)
             await infer.ready()
             for name, folder in self.cast.adapters.items():
                 await infer.update(START, str(folder), adapter=name, drain=False)
@@ -239,7 +303,7 @@ class Rollouts(Workload):
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
 
-    def _progress(self, tally: RolloutTally, player: GroupPlayer, training: Training | None) -> Progress:
+    def _progress(self, tally: RolloutTally, player: GroupPlayer, training: Training | None = None) -> Progress:
         counts = player.counts
         figures = [] if training is None else training.recorder.take_figures()
         if of_groups := tally.take_figures():
@@ -262,6 +326,11 @@ class Rollouts(Workload):
             before=tally.before,
             figures=figures,
         )
+
+
+def _say_failed(tally: RolloutTally) -> None:
+    if tally.failed:
+        log.warning("%d games ended in an error and were played again; the record has them as failed.", tally.failed)
 
 
 @contextlib.asynccontextmanager
