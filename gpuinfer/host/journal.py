@@ -122,6 +122,16 @@ class JournalThread(ABC, Generic[Item]):
             self._items.append(item)
             self._queued += size
 
+    def add_all(self, items: Sequence[Item], size: int) -> None:
+        """As `add`, several, of this size together."""
+        if self._failure is not None:
+            raise self._failure
+        with self._change:
+            if not self._items:
+                self._change.notify()
+            self._items.extend(items)
+            self._queued += size
+
     async def room(self) -> None:
         await self._until(lambda: not self.full)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -240,8 +241,13 @@ def text_or_tokens(
     return None, listed
 
 
+_unusual = operator.attrgetter(*USUAL)
+
+
 def refuse_unsupported(asked: UnsupportedFields, able: tuple[str, ...] = ()) -> None:
     """Raises `BadRequest` for fields that would change the answer and are not supported, unless `able` has them."""
+    if asked.best_of is None and not any(_unusual(asked)):  # most requests
+        return
     for name, usual in USUAL.items():
         if (wished := getattr(asked, name)) and wished not in usual and name not in able:
             raise _not_to_be_had(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
@@ -41,11 +41,10 @@ class AnswerOutput(AnswerSink):
         self._counts.add(outcome)
         self._order.add(row.place, line)
 
-    def put_range(self, places: Iterable[int], lines: Iterable[bytes], outcome: RowOutcome) -> None:
-        """Lines of several rows that were asked, of which `outcome` says what became of them together."""
+    def put_range(self, places: Iterable[int], lines: Sequence[bytes], outcome: RowOutcome) -> None:
+        """Lines of several rows that were asked, in their order. `outcome`: what became of them together."""
         self._counts.add(outcome)
-        for place, line in zip(places, lines, strict=True):
-            self._order.add(place, line)
+        self._order.add_all(places, lines)
 
     def put_kept(self, row: NamedRow, line: bytes) -> None:
         """The line that an earlier run has written of this row, and that is on the disk elsewhere."""

@@ -55,6 +55,11 @@ class OutputWriter(JournalThread["bytes | list[bytes]"]):
         elif self._aside is not None:
             self.add(Spilled(line), len(line))
 
+    def put_all(self, lines: Sequence[bytes], aside: bool = False) -> None:
+        """As `put`, several."""
+        if lines and (not aside or self._aside is not None):
+            self.add_all([Spilled(line) for line in lines] if aside else lines, sum(map(len, lines)))
+
     def keep_aside(self, lines: Iterable[bytes]) -> None:
         """All other lines that were put aside have been put."""
         if self._aside is not None:
@@ -232,23 +237,33 @@ class OrderedOutput:
 
     def add(self, place: int, line: bytes, kept: bool = False) -> None:
         """Each place from 0 comes exactly once. `kept`: the line is on the disk elsewhere."""
-        if place != self._next:
-            self._held[place] = line
-            self.held_bytes += len(line)
-            if not kept:
-                self._outlet.put(line, aside=True)
-                self._bytes_aside += len(line)
-                if self._bytes_aside > max(LEAST_ASIDE, SHARE * self.held_bytes):
-                    self._outlet.keep_aside([*self._others(), *self._held.values()])
-                    self._bytes_aside = self.held_bytes
-            return
-        self._outlet.put(line)
-        self._next += 1
-        while (held := self._held.pop(self._next, None)) is not None:
-            self._outlet.put(held)
-            self.held_bytes -= len(held)
+        self.add_all((place,), (line,), kept)
+
+    def add_all(self, places: Iterable[int], lines: Iterable[bytes], kept: bool = False) -> None:
+        """As `add`, several, in the order of their places."""
+        due, early, held = list[bytes](), list[int](), self._held
+        for place, line in zip(places, lines, strict=True):
+            if place != self._next:
+                held[place] = line
+                early.append(place)
+                self.held_bytes += len(line)
+                continue
+            due.append(line)
             self._next += 1
-        self._moved.set()
+            while held and (found := held.pop(self._next, None)) is not None:
+                due.append(found)
+                self.held_bytes -= len(found)
+                self._next += 1
+        if due:
+            self._outlet.put_all(due)
+            self._moved.set()
+        if early and not kept:
+            aside = [held[place] for place in early if place in held]
+            self._outlet.put_all(aside, aside=True)
+            self._bytes_aside += sum(map(len, aside))
+            if self._bytes_aside > max(LEAST_ASIDE, SHARE * self.held_bytes):
+                self._outlet.keep_aside([*self._others(), *held.values()])
+                self._bytes_aside = self.held_bytes
 
     async def near(self, place: int) -> None:
         """Wait until this place is within the window."""
@@ -279,6 +294,9 @@ class UnorderedOutput:
 
     def add(self, place: int, line: bytes, kept: bool = False) -> None:
         self._outlet.put(line)
+
+    def add_all(self, places: Iterable[int], lines: Sequence[bytes]) -> None:
+        self._outlet.put_all(lines)
 
     async def near(self, place: int) -> None:
         return
