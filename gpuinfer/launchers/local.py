@@ -41,23 +41,29 @@ class LocalLauncher(Launcher):
         self._command = tuple(command)
 
     async def launch(self, plan: ProcessPlan) -> LocalProcess:
-        try:
-            log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            cure = "Mend that, and start anew."
-            raise WorkError(f"{plan.name} cannot be started: its log {plan.log}: {error.strerror}. {cure}") from None
-        try:
-            begins = os.lseek(log, 0, os.SEEK_END)
-            given = process_environment(children.with_our_path(), plan.threads)
-            if plan.devices is not None:
-                given["CUDA_VISIBLE_DEVICES"] = plan.devices
-            host = ("--host", self.bind) if plan.serves else ()
-            process = start_process((*self._command, *plan.arguments, *host), log, given)
-        except OSError as error:
-            raise WorkError(f"{plan.name} cannot be started: {error.strerror}. Look at {self._command[0]}.") from None
-        finally:
-            os.close(log)
-        return LocalProcess(plan, process, begins)
+        given = process_environment(children.with_our_path(), plan.threads)
+        if plan.devices is not None:
+            given["CUDA_VISIBLE_DEVICES"] = plan.devices
+        host = ("--host", self.bind) if plan.serves else ()
+        return LocalProcess(plan, *start_logged(plan, (*self._command, *plan.arguments, *host), given))
+
+
+def start_logged(
+    plan: ProcessPlan, command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, which writes into its plan's log, and where its words begin there. Raises `WorkError`."""
+    try:
+        log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        cure = "Mend that, and start anew."
+        raise WorkError(f"{plan.name} cannot be started: its log {plan.log}: {error.strerror}. {cure}") from None
+    try:
+        begins = os.lseek(log, 0, os.SEEK_END)
+        return start_process(command, log, environment), begins
+    except OSError as error:
+        raise WorkError(f"{plan.name} cannot be started: {error.strerror}. Look at {command[0]}.") from None
+    finally:
+        os.close(log)
 
 
 def start_process(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -96,13 +102,13 @@ class LocalProcess(LaunchedProcess):
     async def terminate(self, within_s: float) -> None:
         if self.alive:
             self._process.terminate()
-            await _until(lambda: not self.alive, within_s)
+            await until(lambda: not self.alive, within_s)
         await self.kill()
 
     async def kill(self) -> None:
         """Its whole session, even when it has ended itself: what it started may live on."""
         children.kill_group(self._process)
-        await _until(lambda: not self.alive, children.REAPED_S)
+        await until(lambda: not self.alive, children.REAPED_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -113,10 +119,11 @@ def process_environment(inherited: Mapping[str, str], threads: int | None) -> di
     return given if threads is None else {**dict.fromkeys(children.THREAD_COUNTS, str(threads)), **given}
 
 
-async def _until(done: Callable[[], bool], within_s: float) -> bool:
-    until = time.monotonic() + within_s
+async def until(done: Callable[[], bool], within_s: float) -> bool:
+    """Whether it is so within that time."""
+    end = time.monotonic() + within_s
     while not done():
-        if time.monotonic() > until:
+        if time.monotonic() > end:
             return False
         await asyncio.sleep(LOOK_S)
     return True

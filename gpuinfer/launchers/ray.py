@@ -162,7 +162,10 @@ class RayLauncher(Launcher):
         gpus = self.options.gpus
         if gpus is None:
             gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
-        wanted = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 4}
+        wanted: dict[str, Any] = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0}
+        wanted["max_concurrency"] = 4
+        if not plan.serves:  # by default Ray fills one machine first; the nodes of a run have no use for one another
+            wanted["scheduling_strategy"] = "SPREAD"
         placed = self._ray.remote(RayActor).options(**wanted).remote()  # Ray finds a place for it
         actor = RayProcess(plan, self._ray, placed, self.options.pending)
         actor.begin(self._command, files)

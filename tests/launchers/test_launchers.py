@@ -14,6 +14,7 @@ from plans import COMMAND, SECONDS, plan
 
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import machine
 from gpuinfer.launchers import base, slurm
 from gpuinfer.launchers.local import LocalLauncher
 from gpuinfer.launchers.ray import RayActor
@@ -144,3 +145,31 @@ def test_a_replica_that_ends_first_is_told_with_its_code_and_words(actor, tmp_pa
     told = polled(actor, lambda told: not told["alive"])
     assert (told["code"], told["address"]) == (1, None)
     assert b"no memory" in told["log"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("01:30:00", 5400), ("1-12", 129_600), ("1-12:30", 131_400), ("UNLIMITED", None)],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(limit, seconds):
+    assert slurm.seconds_of(limit) == (float("inf") if seconds is None else seconds)
+
+
+async def test_a_quota_that_refuses_a_job_is_named_with_its_cure(monkeypatch, tmp_path):
+    said = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates"
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho '{said} accounting/QOS policy' >&2; exit 1")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    launcher = SlurmLauncher(SlurmLauncher.Options(folder=str(tmp_path)))
+    try:
+        with pytest.raises(WorkError, match=r"QOSMaxSubmitJobPerUserLimit[\s\S]*limit of your account[\s\S]*-L qos="):
+            await launcher.launch(plan(tmp_path))
+    finally:
+        await launcher.close()
+
+
+def test_cores_that_slurm_gives_count_where_it_does_not_enforce_them(monkeypatch):
+    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "1")
+    assert machine.cores() == 1
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE")
+    assert machine.cores() >= 1
