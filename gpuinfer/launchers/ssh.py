@@ -1,7 +1,7 @@
 """Processes on other hosts by ssh: the system's own client, one connection a process.
 
 Nothing but gpuinfer and its models must be there: files go over with the order, the log comes back as standard error.
-The far end (`ssh_remote.py`) leaves with the connection, which ends with this process, however that ends. With a tunnel
+The far end (`remote_end.py`) leaves with the connection, which ends with this process, however that ends. With a tunnel
 the connections of the process go through it too, for hosts behind a firewall.
 """
 
@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,10 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import children, installation
-from gpuinfer.launchers import base, carried_process, ssh_remote
-from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
+from gpuinfer.launchers import base, carried_process, remote_end
+from gpuinfer.launchers.base import Launcher, ProcessPlan
+from gpuinfer.launchers.remote_end import RemoteOrder
+from gpuinfer.launchers.remote_process import RemoteProcess
 from gpuinfer.launchers.ssh_hosts import SshHost, choose_host, explain_complaint, read_hosts
-from gpuinfer.launchers.ssh_remote import BEAT_S, BEGIN, RemoteState, SshOrder, frame
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +39,8 @@ PATH = r"^[A-Za-z0-9_./~][^\x00-\x1f\x7f]*$"
 OPTION = re.compile(r"[A-Za-z][A-Za-z0-9]*=[^\x00-\x1f\x7f]+")
 PYTHON_S = 60.0  # for Python to come up there, once there is a connection
 COMPLAINT_LINES = 20  # of what ssh says of a changed key
-GONE_S = 10.0  # for the far end to leave, once it is told to
 FORWARD_S = 20.0
+CHUNK = 1 << 16
 AT_ONCE = 6  # connections that one sshd is asked for at a time: it refuses some beyond ten (MaxStartups)
 TRIES = 5  # at a port of this machine for a tunnel, which another program may take first
 SETTINGS = (
@@ -141,11 +141,11 @@ class SshLauncher(Launcher):
             gpus = self.options.gpus
             devices = None if gpus is None else ",".join(str(slot * gpus + number) for number in range(gpus))
             order = carried_process.order_of(plan, devices=devices, command=self._command)
-            remote = SshOrder(order, self.options.folder, host.slots, "127.0.0.1" if self.options.tunnel else None)
+            remote = RemoteOrder(order, self.options.folder, host.slots, "127.0.0.1" if self.options.tunnel else None)
             async with self._gates[str(host)]:
                 await process.connect(self.options.connect, self.options.tunnel)
             resolved = "" if self.options.tunnel else await asyncio.to_thread(self._resolved, host)
-            await process.begin(remote, resolved)
+            await process.begin_at(remote, resolved)
         except BaseException as error:
             if isinstance(error, WorkError | OSError):
                 self._failures += 1
@@ -165,7 +165,7 @@ class SshLauncher(Launcher):
         self._running.clear()
 
 
-class SshProcess(LaunchedProcess):
+class SshProcess(RemoteProcess):
     """A process on another host, in the care of one connection."""
 
     def __init__(
@@ -173,14 +173,9 @@ class SshProcess(LaunchedProcess):
     ) -> None:
         super().__init__(plan)
         self.host = host
-        self.remote_pid = 0
         self._flags, self._python, self._released = flags, python, released
         self._connection: asyncio.subprocess.Process | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._news = asyncio.Event()
-        self._address: tuple[str, int] | None = None
         self._resolved = ""
-        self._over = ""  # how it ended
         self._socket: Path | None = None  # of a tunnel: by which forwards are asked for
 
     @property
@@ -193,101 +188,77 @@ class SshProcess(LaunchedProcess):
         if tunnel:
             self._socket = _socket_path(self.plan)
             flags = ["-o", "ControlMaster=yes", "-o", "ControlPersist=no", "-o", f"ControlPath={self._socket}"]
-        there = shlex.join([self._python, "-m", "gpuinfer.launchers.ssh_remote"])
-        said = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        there = shlex.join([self._python, "-m", remote_end.__name__])
+        written = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             pipe = asyncio.subprocess.PIPE
             self._connection = await asyncio.create_subprocess_exec(
                 "ssh", *flags, *self._flags, *self.host.words, there,
-                stdin=pipe, stdout=pipe, stderr=said, start_new_session=True,
+                stdin=pipe, stdout=pipe, stderr=written, start_new_session=True,
             )  # fmt: skip
         finally:
-            os.close(said)
-        version = ""
-        with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
-            async with asyncio.timeout(within_s + PYTHON_S):
-                await self._reports.readuntil(BEGIN)
-                version = (await self._next_report()).version
-        ours = registry.own_version()
-        if not version:
-            await self._end_connection(1.0)  # so that all has been said
-            why = explain_complaint(self.last_words(COMPLAINT_LINES), self.host, self._python, ours)
+            os.close(written)
+        if not (version := await self.greet(within_s + PYTHON_S)):
+            await self._end(1.0)  # so that all of what it says is there
+            words = self.last_words(COMPLAINT_LINES)
+            why = explain_complaint(words, self.host, self._python, registry.own_version())
             raise WorkError(f"{self.called} cannot be started: {why}")
-        if version != ours:
-            raise WorkError(
-                f"{self.called} cannot be started: {self._python} there has gpuinfer {version}, and this is {ours}. "
-                f"Install the same on both sides: pip install gpuinfer=={ours}"
-            )
+        self.refuse_other_version(version, self._python)
 
-    @property
-    def _reports(self) -> asyncio.StreamReader:
-        assert self._connection is not None
-        assert self._connection.stdout is not None
-        return self._connection.stdout
-
-    async def begin(self, order: SshOrder, resolved: str) -> None:
-        """Send the order. `resolved`: where this process reaches the host; empty: through the tunnel alone."""
+    async def begin_at(self, order: RemoteOrder, resolved: str) -> None:
+        """Have it run. `resolved`: where this process reaches the host; empty: through the tunnel alone."""
         self._resolved = resolved
         dials = self.plan.dials
         if dials is not None and not resolved:
             port = await self._forward("-R", f"127.0.0.1:0:{dials}")
             process = msgspec.structs.replace(order.process, words={dials: f"127.0.0.1:{int(port)}"})
             order = msgspec.structs.replace(order, process=process)
-        await self._send(order)
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._beat())]
+        await self.begin(order)
 
-    async def _send(self, content: object) -> None:
-        assert self._connection is not None
-        if (stdin := self._connection.stdin) is not None and not stdin.is_closing():
-            with contextlib.suppress(ConnectionError):  # the connection has ended, which `_follow` sees
-                stdin.write(frame(content))
-                await stdin.drain()
+    async def _read(self) -> bytes:
+        stream = None if self._connection is None else self._connection.stdout
+        return b"" if stream is None else await stream.read(CHUNK)
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            await self._send("alive")
+    async def _write(self, data: bytes) -> None:
+        stream = None if self._connection is None else self._connection.stdin
+        if stream is not None and not stream.is_closing():
+            with contextlib.suppress(ConnectionError):  # it has ended, which is seen where it is read
+                stream.write(data)
+                await stream.drain()
 
-    async def _next_report(self) -> RemoteState:
-        (size,) = ssh_remote.HEAD.unpack(await self._reports.readexactly(ssh_remote.HEAD.size))
-        if size > ssh_remote.LARGEST:
-            raise ValueError(f"a frame of {size:,} bytes")
-        return msgspec.msgpack.decode(await self._reports.readexactly(size), type=RemoteState)
-
-    async def _follow(self) -> None:
-        """Until it has ended: learn how it is."""
+    async def _end(self, within_s: float) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        if connection.stdin is not None:
+            connection.stdin.close()
         try:
-            while not self._over:
-                report = await self._next_report()
-                self.remote_pid = report.pid or self.remote_pid
-                if report.address is not None:
-                    self._address = await self._reached(report.address)
-                if report.refused:
-                    self._over = f"cannot run there: {report.refused}"
-                if report.code is not None:
-                    self._over = base.ending_of(report.code)
-                self._news.set()
-        except (asyncio.IncompleteReadError, ValueError, WorkError) as error:
-            lost = isinstance(error, asyncio.IncompleteReadError)
-            self._over = self._over or ("the connection ended" if lost else str(error))
-        finally:
-            self._over = self._over or "given up"
-            self._release()
-            self._news.set()
+            await asyncio.wait_for(connection.wait(), within_s)
+        except TimeoutError:
+            log.warning("%s: the connection to %s does not end and is broken off", self.plan.name, self.host)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(connection.pid, signal.SIGKILL)
+            await connection.wait()
+
+    def _ended(self) -> None:
+        """Its slot is another's from here on."""
+        released, self._released = self._released, lambda: None
+        released()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
 
     async def _reached(self, there: tuple[str, int]) -> tuple[str, int]:
-        """Where this process reaches what listens there. Raises `WorkError`."""
         host, port = there
-        if not self._resolved:
-            for _ in range(TRIES):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", 0))
-                    ours = int(probe.getsockname()[1])
-                with contextlib.suppress(WorkError):
-                    await self._forward("-L", f"127.0.0.1:{ours}:{host}:{port}")
-                    return "127.0.0.1", ours
-            raise WorkError("its tunnel did not come about")
-        return self._resolved, port
+        if self._resolved:
+            return self._resolved, port
+        for _ in range(TRIES):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                ours = int(probe.getsockname()[1])
+            with contextlib.suppress(WorkError):
+                await self._forward("-L", f"127.0.0.1:{ours}:{host}:{port}")
+                return "127.0.0.1", ours
+        raise WorkError("its tunnel did not come about")
 
     async def _forward(self, flag: str, words: str) -> str:
         """Have the connection carry another. What ssh prints: the port of a remote forward. Raises `WorkError`."""
@@ -301,18 +272,10 @@ class SshProcess(LaunchedProcess):
         return ended.out.decode().strip()
 
     async def ready(self, within_s: float) -> tuple[str, int]:
-        until = time.monotonic() + within_s
-        while self._address is None or self._over:
-            if self._over:
-                raise self.failure("ended before it served")
-            if time.monotonic() > until:
-                raise self.failure(f"did not come up within {within_s:g} s (--start-timeout)")
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.01, until - time.monotonic()))
+        host, port = await super().ready(within_s)
         if self._resolved:
-            await self._try(*self._address)
-        return self._address
+            await self._try(host, port)
+        return host, port
 
     async def _try(self, host: str, port: int) -> None:
         """Raises `WorkError` where a firewall is between."""
@@ -328,55 +291,6 @@ class SshProcess(LaunchedProcess):
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-
-    @property
-    def alive(self) -> bool:
-        return not self._over
-
-    @property
-    def ending(self) -> str:
-        return self._over
-
-    async def terminate(self, within_s: float) -> None:
-        until = time.monotonic() + within_s
-        if self.alive and self._tasks:
-            await self._send("terminate")
-        while self.alive and self._tasks and time.monotonic() < until:
-            self._news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), max(0.0, until - time.monotonic()))
-        await self.kill()
-
-    async def kill(self) -> None:
-        """The end of its input has the far end kill it, with all that it has started."""
-        await self._end_connection(GONE_S)
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=GONE_S)
-        self._over = self._over or "was ended"
-        self._release()
-        if self._socket is not None:
-            self._socket.unlink(missing_ok=True)
-
-    def _release(self) -> None:
-        """Its slot is another's from here on."""
-        released, self._released = self._released, lambda: None
-        released()
-
-    async def _end_connection(self, within_s: float) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        if connection.stdin is not None:
-            connection.stdin.close()
-        try:
-            await asyncio.wait_for(connection.wait(), within_s)
-        except TimeoutError:
-            log.warning("%s: the connection to %s does not end and is broken off", self.plan.name, self.host)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(connection.pid, signal.SIGKILL)
-            await connection.wait()
 
 
 SOCKET_PATH = 80  # characters: ssh puts some behind it for a moment, and the system allows 107

@@ -15,10 +15,10 @@ from plans import COMMAND, SECONDS, plan
 
 from gpuinfer.config.options import GivenValue, GivenValues
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.launchers import carried_process
+from gpuinfer.launchers import carried_process, remote_end
 from gpuinfer.launchers.base import make_launcher
+from gpuinfer.launchers.remote_end import BEGIN, FrameReader, RemoteOrder, RemoteState, frame
 from gpuinfer.launchers.ssh_hosts import choose_host, read_hosts
-from gpuinfer.launchers.ssh_remote import BEGIN, HEAD, LARGEST, FrameReader, RemoteState, SshOrder, frame
 
 
 @pytest.mark.parametrize(
@@ -114,22 +114,24 @@ def test_hosts_must_be_named():
         make_launcher("ssh", {})
 
 
-@given(st.lists(st.binary(max_size=40)), st.data())
+@given(st.lists(st.binary(max_size=40) | st.text(max_size=40)), st.data())
 def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(contents, data):
     stream, reader, found = b"".join(map(frame, contents)), FrameReader(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         found += reader.feed(stream[:size])
         stream = stream[size:]
-    assert [msgspec.msgpack.decode(one) for one in found] == contents
+    types = [type(one) for one in contents]
+    assert [msgspec.json.decode(one, type=kind) for one, kind in zip(found, types, strict=True)] == contents
 
 
-def test_a_frame_that_is_none_is_refused():
-    with pytest.raises(WorkError, match="which is none"):
-        list(FrameReader().feed(HEAD.pack(LARGEST + 1)))
+def test_a_frame_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setattr(remote_end, "LARGEST", 100)
+    with pytest.raises(WorkError, match="101 bytes are no frame"):
+        list(FrameReader().feed(b"x" * 101))
 
 
-FAR_END = "from gpuinfer.launchers import ssh_remote; ssh_remote.SILENCE_S = float('{}'); ssh_remote.main()"
+FAR_END = "from gpuinfer.launchers import remote_end; remote_end.SILENCE_S = float('{}'); remote_end.main()"
 
 
 class FarEnd:
@@ -146,14 +148,13 @@ class FarEnd:
         self.process.stdin.flush()
 
     def report(self) -> RemoteState:
-        (size,) = HEAD.unpack(self.process.stdout.read(HEAD.size))
-        return msgspec.msgpack.decode(self.process.stdout.read(size), type=RemoteState)
+        return msgspec.json.decode(self.process.stdout.readline(), type=RemoteState)
 
     def begun(self, folder) -> int:
         """The process id of a sham, once it serves."""
         assert self.process.stdout.readline() == BEGIN
         assert self.report().version
-        self.send(SshOrder(carried_process.order_of(plan(folder), command=COMMAND)))
+        self.send(RemoteOrder(carried_process.order_of(plan(folder), command=COMMAND)))
         pid = self.report().pid
         assert self.report().address is not None
         return pid

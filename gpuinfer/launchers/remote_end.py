@@ -1,9 +1,11 @@
-"""The far end of the launcher `ssh`: `python -m gpuinfer.launchers.ssh_remote`, which sshd starts on the other host.
+"""The far end of a launcher that reaches another machine by a connection with two streams, such as that of ssh:
+`python -m gpuinfer.launchers.remote_end`, started over there.
 
 It says which version it is, gets an order, runs the process, and reports its address and its end; the process writes
-its log to standard error, which ssh carries. Frames go both ways, each a length and msgpack. It leaves, and ends the
-process with all that it has started, when its standard input ends (the connection, or the launcher with it), or when no
-frame has come for `SILENCE_S`: a cable that was cut ends no connection here.
+its log to standard error, which the connection carries. Frames go both ways, each a line of JSON, so that a connection
+of text will do. It leaves, and ends the process with all that it has started, when its standard input ends (the
+connection, or the launcher with it), or when no frame has come for `SILENCE_S`: a cable that was cut ends no connection
+here.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -26,15 +27,14 @@ from gpuinfer.host import machine
 from gpuinfer.launchers import carried_process
 from gpuinfer.launchers.carried_process import CarriedProcess
 
-BEGIN = b"gpuinfer ssh_remote begins\n"  # what a login shell prints comes before it
+BEGIN = b"gpuinfer remote_end begins\n"  # what a login shell prints comes before it
 BEAT_S = 5.0  # between two frames of the launcher's
 SILENCE_S = 60.0  # without one, after which the launcher counts as gone
 LOOK_S = 0.05  # between two looks at the process
-HEAD = struct.Struct("<I")
 LARGEST = 64 << 20  # bytes of a frame
 
 
-class SshOrder(msgspec.Struct, frozen=True):
+class RemoteOrder(msgspec.Struct, frozen=True):
     """What the launcher sends first. `host`: where one that serves listens; None: at the address by which ssh came."""
 
     process: carried_process.ProcessOrder
@@ -54,8 +54,7 @@ class RemoteState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def frame(content: Any) -> bytes:
-    body = msgspec.msgpack.encode(content)
-    return HEAD.pack(len(body)) + body
+    return msgspec.json.encode(content) + b"\n"
 
 
 class FrameReader:
@@ -65,19 +64,13 @@ class FrameReader:
         self._read = bytearray()
 
     def feed(self, more: bytes) -> Iterator[bytes]:
-        """Bodies that are complete by now. Raises `WorkError` for what is no frame."""
+        """Frames that are complete by now. Raises `WorkError` for what is none."""
         self._read += more
-        while len(self._read) >= HEAD.size:
-            (size,) = HEAD.unpack_from(self._read)
-            if size > LARGEST:
-                raise WorkError(
-                    f"a frame of {size:,} bytes came over ssh, which is none. Use one gpuinfer on both sides."
-                )
-            if len(self._read) < HEAD.size + size:
-                return
-            body = bytes(self._read[HEAD.size : HEAD.size + size])
-            del self._read[: HEAD.size + size]
-            yield body
+        *whole, rest = self._read.split(b"\n")
+        self._read = rest
+        if len(rest) > LARGEST:
+            raise WorkError(f"{len(rest):,} bytes are no frame. Use the same gpuinfer on both sides.")
+        yield from map(bytes, whole)
 
 
 class RemoteEnd:
@@ -110,12 +103,12 @@ class RemoteEnd:
         self._heard = time.monotonic()
         for body in self._frames.feed(more):
             if not self._process.started:
-                self._start(msgspec.msgpack.decode(body, type=SshOrder))
-            elif msgspec.msgpack.decode(body) == "terminate":
+                self._start(msgspec.json.decode(body, type=RemoteOrder))
+            elif msgspec.json.decode(body) == "terminate":
                 self._process.terminate()
         return bool(more)
 
-    def _start(self, order: SshOrder) -> None:
+    def _start(self, order: RemoteOrder) -> None:
         process = order.process
         if process.threads is None and order.share > 1:
             process = msgspec.structs.replace(process, threads=max(1, machine.cores() // order.share))
