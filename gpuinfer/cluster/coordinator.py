@@ -55,6 +55,8 @@ class NodeEntry:
     state: str = "joined"  # joined, left, failed, lost
     reason: str = ""
     sees_folder: bool = False
+    sequence: int = 0  # of its last exchange
+    answer: asyncio.Future[bytes] | None = None  # to that one
 
     @property
     def name(self) -> str:
@@ -85,6 +87,7 @@ class Coordinator:
         self._processes = NodeProcesses(plan, self._fail)
         self._disk = asyncio.Lock()  # one call of the division at a time
         self._news = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}  # exchanges of nodes for which there is nothing, in order
         self._failure: Exception | None = None
         self._stopping = self._over = False
         self._begun = False  # enough nodes have joined
@@ -201,7 +204,8 @@ class Coordinator:
             yield self.progress()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
-                    await self._change()
+                    while not (self._core.over or self._failure or self._stopping):
+                        await self._change()
         self.figures.ended(time.monotonic())
         async with self._disk:
             await self._division.flush()
@@ -255,7 +259,18 @@ class Coordinator:
         self._wake()
 
     def _wake(self) -> None:
+        """Something has changed for the run, or for all nodes."""
         self._news.set()
+        while self._waiting:
+            self._wake_one()
+
+    def _wake_one(self) -> None:
+        """There are units for a node that waits."""
+        if self._waiting:
+            waiting = next(iter(self._waiting))
+            del self._waiting[waiting]
+            if not waiting.done():
+                waiting.set_result(None)
 
     async def _change(self) -> None:
         self._news.clear()
@@ -325,6 +340,13 @@ class Coordinator:
         entry = self._entry(state.node, state.run)
         if entry.state != "joined":
             raise UnknownNode(f"{entry.name} was given up ({entry.reason or entry.state}). Start it again.")
+        if entry.answer is None or state.sequence != entry.sequence:
+            entry.sequence = state.sequence
+            entry.answer = asyncio.ensure_future(self._exchange(entry, state))
+        # A node that repeats an exchange has not had the reply: it gets the same one, with the ranges leased to it.
+        return await asyncio.shield(entry.answer)
+
+    async def _exchange(self, entry: NodeEntry, state: NodeState) -> bytes:
         now = time.monotonic()
         if entry.sees_folder != state.sees_folder:
             log.info("%s sees %s, and writes its records there", entry.name, self._division.folder)
@@ -332,6 +354,8 @@ class Coordinator:
         self._core.heard(entry.number, now, state.done, state.on_hand, state.parallel)
         for start, stop in state.released:
             self._core.released(entry.number, start, stop)
+        if state.released:
+            self._wake_one()
         if state.report is not None:
             self.figures.heard(entry.number, state.report, now)
         if state.done:
@@ -366,12 +390,17 @@ class Coordinator:
                 if left > 0 and work is None and self._division.total is not None:
                     self._core.ended_input(self._division.total)
             reply.ranges, reply.release = tuple(ranges), grant.release
+            if grant.ranges and self._core.counts.pending:
+                self._wake_one()
             wait_s = until - time.monotonic()
             if ranges or grant.release or state.on_hand or wait_s <= 0:
                 return reply
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting[waiting] = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._change()
+                    await waiting
+            self._waiting.pop(waiting, None)
 
     async def _answer_records(self, exchange: Exchange) -> bytes:
         query = exchange.query
@@ -401,7 +430,8 @@ class Coordinator:
         if self._core.over:
             self.figures.ended(time.monotonic())
         self._processes.worked(entry.hello.index)
-        self._wake()
+        if self._core.over:
+            self._wake()
         return messages.encode(KeptReply(kept=True))
 
     def _file_of(self, name: str) -> Path:

@@ -74,6 +74,9 @@ class NodeState(Struct, kw_only=True):
     done: int
     on_hand: int
     parallel: int = 1  # units that it works on at once
+    sequence: int = (
+        0  # counts the node's exchanges from 1: one that is repeated, as no reply came, has its number again
+    )
     released: tuple[Interval, ...] = ()  # units that it had and gives back
     sees_folder: bool = False
     leaving: bool = False

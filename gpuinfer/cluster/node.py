@@ -140,6 +140,7 @@ class Node:
         self._welcome: Welcome
         self._soon = asyncio.Event()  # the next exchange should not wait
         self._released: list[tuple[int, int]] = []
+        self._sequence = 0
         self._sees_folder = self._use_folder = False
         self._failure: BaseException | None = None
         self._left = False
@@ -237,7 +238,9 @@ class Node:
 
     def _state(self, **more: Any) -> NodeState:
         released, self._released = tuple(self._released), []
+        self._sequence += 1
         return NodeState(
+            sequence=self._sequence,
             node=self._welcome.node,
             run=self._welcome.run,
             done=self._feed.done_units,

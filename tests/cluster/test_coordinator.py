@@ -44,7 +44,7 @@ class FakeNode:
     def __init__(self, coordinator, key=None):
         bearer = [("Authorization", f"Bearer {key or coordinator._processes.key}")]
         self.client = HttpClient(f"http://{coordinator.address}", headers=bearer, timeout_s=30)
-        self.number, self.run, self.done = -1, "", 0
+        self.number, self.run, self.done, self.sequence = -1, "", 0, 0
 
     async def post(self, path, message, kind):
         response = await self.client.request("POST", path, message)
@@ -69,7 +69,9 @@ class FakeNode:
         return status, welcome
 
     async def exchange(self, on_hand=0, **more):
-        state = NodeState(node=self.number, run=self.run, done=self.done, on_hand=on_hand, **more)
+        self.sequence = more.pop("sequence", self.sequence + 1)
+        own = {"node": self.number, "run": self.run, "sequence": self.sequence}
+        state = NodeState(done=self.done, on_hand=on_hand, **own, **more)
         return await self.post(messages.EXCHANGE, messages.encode(state), CoordinatorReply)
 
     async def send(self, start, stop, more=""):
@@ -298,3 +300,43 @@ def test_an_address_that_is_none_is_refused(tmp_path):
 
     with pytest.raises(UsageError, match=r"-L coordinator=host:port: .* Write HOST or HOST:PORT"):
         asyncio.run(main())
+
+
+def test_a_node_that_repeats_an_exchange_gets_the_same_ranges_again(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (_, node):
+            await node.join()
+            _, first = await node.exchange(parallel=10)
+            _, again = await node.exchange(parallel=10, sequence=node.sequence)
+            assert again == first
+            assert first.ranges
+            _, other = await node.exchange(parallel=10)
+            assert {work.start for work in other.ranges}.isdisjoint(work.start for work in first.ranges)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_waits_gets_at_once_what_another_one_releases(tmp_path):
+    async def main():
+        async with coordinated(tmp_path, total=10) as (coordinator, node):
+            await node.join()
+            held = []
+            while sum(map(len, held)) < 10:
+                held += (await node.exchange(parallel=10))[1].ranges
+            other = FakeNode(coordinator)
+            await other.join()
+            waiting = asyncio.create_task(other.exchange(parallel=10))
+            while not coordinator._waiting:  # an exchange that finds nothing waits for a second, and is made again
+                if waiting.done():
+                    assert (await waiting)[1].ranges == ()
+                    waiting = asyncio.create_task(other.exchange(parallel=10))
+                await asyncio.sleep(0.001)
+            last = held[-1]
+            await node.exchange(on_hand=0, released=((last.start, last.stop),))
+            while not (given := (await waiting)[1].ranges):  # the wait had come to its end
+                waiting = asyncio.create_task(other.exchange(parallel=10))
+            assert given == (last,)
+            await other.exchange(leaving=True)
+            await other.client.close()
+
+    asyncio.run(main())
