@@ -18,48 +18,15 @@ whole ones. Whoever comes first is kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import ceil
 
 from gpuinfer.cluster.ledger import IntervalSet, RangeSet
 from gpuinfer.cluster.node_state import LostNode, NodeFigures, NodeState, Presence, figures_of
-from gpuinfer.cluster.range_policy import RangePolicy
+from gpuinfer.cluster.range_policy import Grant, RangePolicy
+from gpuinfer.cluster.run_counts import Counts, RangeCounts
 from gpuinfer.division import Interval, WorkRange
 
 REMEMBERED = 10_000  # nodes that are gone, for the report
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What a node is given in an exchange."""
-
-    ranges: list[WorkRange] = field(default_factory=list)  # leased to it already: given back by others, or copies
-    fresh: int = 0  # units to be read from the Division and leased to it
-    release: int = 0  # units that it should give back, of those that it has not begun
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Units, by what has become of them."""
-
-    total: int | None  # None while the input's end has not been read
-    kept: int
-    keeping: int  # whose records are being written
-    leased: int  # with nodes, each counted once
-    pending: int  # given back, and with no node
-    copied: int  # with two nodes
-    duplicates: int  # units of which records came when there were some already
-
-
-@dataclass(frozen=True, slots=True)
-class RangeCounts:
-    """Ranges, by what has become of them."""
-
-    kept: int  # of which all records are kept
-    held_s: float  # from the lease of each of these until it was kept, together
-    returned: int  # that came back from nodes that left or were lost
-    stolen: int  # of which a node released units for others
-    copied: int  # that a second node was given as well
 
 
 class CoordinatorCore:
@@ -80,6 +47,7 @@ class CoordinatorCore:
         self._pending = RangeSet()
         self._unheld = RangeSet()  # being kept, of nodes that hold it no more: pending if that fails
         self._reading = 0
+        self._item_units = self._item_bytes = 0  # of all units that were read and have items
         self._nodes: dict[int, NodeState] = {}
         self._gone: dict[int, NodeState] = {}
         self._rates = 0.0  # of all nodes that have one, together
@@ -203,13 +171,17 @@ class CoordinatorCore:
         return Grant(ranges, fresh)
 
     def lease(self, node: int, work: WorkRange, now: float) -> None:
-        """A range from the Division is with this node. Pending, if the node is gone by now.
+        """A range from the Division, which may be empty, is with this node. Pending, if the node is gone by now.
 
         Raises `ValueError` if one of its units was read before, or kept by an earlier run.
         """
         if self._seen.overlap(work.start, work.stop):
             raise ValueError(f"units {work.start} to {work.stop - 1}: the Division has read some of them twice")
+        if not len(work):
+            return
         self._seen.add(work.start, work.stop)
+        self._item_units += len(work.items)
+        self._item_bytes += sum(map(len, work.items))
         state = self._nodes.get(node)
         if state is None:
             self._pending.add(work)
@@ -367,14 +339,18 @@ class CoordinatorCore:
         if state.on_hand >= enough:
             return 0
         size = max(2 * state.parallel if not per_s else round(policy.target_s * per_s), enough - state.on_hand)
+        at_least = round(per_s * policy.exchange_s)  # what it does until the next exchange
+        nodes = len(self._nodes)
+        if self._item_bytes:  # a node holds three ranges, about: one is sent, one computed, one is not begun
+            most_units = policy.held_bytes * self._item_units / self._item_bytes / nodes
+            size = min(size, max(round(most_units / 3), at_least))
         unread = self._unread()
         if unread is not None:
             left = self._pending.units + unread
             usual = self._rates / self._rated if self._rated else 1.0
-            nodes = len(self._nodes)
             together = (self._rates + (nodes - self._rated) * usual) * max(nodes, policy.nodes) / nodes
             share = left * self._speed(state, now) / together / policy.guided
-            size = min(size, max(ceil(share), round(per_s * policy.exchange_s)))
+            size = min(size, max(ceil(share), at_least))
         size = max(size, policy.least)
         return min(size + -size % policy.block, policy.most)
 
@@ -404,7 +380,7 @@ class CoordinatorCore:
 
     def _plan_releases(self, now: float) -> None:
         """Each node keeps as much as it finishes in the time that all need together for what nobody has begun."""
-        margin = 2 * self.policy.exchange_s  # a release takes two exchanges
+        margin = self.policy.exchange_s  # until its next exchange
         here = [state for state in self._nodes.values() if now - state.heard_at <= self.policy.silent_s]
         speeds = [self._speed(state, now) for state in here]
         even_s = sum(state.ready for state in here) / sum(speeds) if here else 0.0
@@ -423,4 +399,4 @@ class CoordinatorCore:
         if state.rate.per_s and now - state.progress_at > policy.backup_times * state.unit_s + margin:
             return True
         usual_s = self._parallel / self._rates if self._rated else float("inf")
-        return state.unfinished / self._speed(state, now) > policy.backup_times * usual_s + margin
+        return state.under_way / self._speed(state, now) > policy.backup_times * usual_s + margin

@@ -83,9 +83,9 @@ class NodeState:
         return max(0, self.on_hand - self.to_release - self.releasing)
 
     @property
-    def unfinished(self) -> int:
-        """Units given to it that it has not finished."""
-        return max(0, self.given - self.done)
+    def under_way(self) -> int:
+        """Units that it has begun and not finished; and those of which it has never heard, if a reply was lost."""
+        return max(0, self.given - self.done - self.on_hand)
 
     def observe(self, now: float, done: int, on_hand: int) -> None:
         """What it says of itself. Its rate is measured while there is enough work for it: not at the end."""
