@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags, output
+from gpuinfer.cli import flags, output, subcommands
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.errors import UsageError, WorkError
@@ -50,7 +50,8 @@ def _app() -> typer.Typer:
         show_default=False,
     )
     one = inspect.Parameter("sweep", inspect.Parameter.KEYWORD_ONLY, default=sweep, annotation=list[str] | None)
-    return flags.command(NAME, {**flags.of(SimulationOptions, NAME), "sweep": one}, COMMON, TEXT, execute)
+    text = TEXT + subcommands.mentioned(NAME)
+    return flags.command(NAME, {**flags.of(SimulationOptions, NAME), "sweep": one}, COMMON, text, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:

@@ -66,6 +66,7 @@ class ClusterScenario:
     link_bytes_per_s: float = math.inf  # of the coordinator's network, each way
     exchange_cost_s: float = 0.0  # of the coordinator's processor
     range_cost_s: float = 0.0  # to keep a range
+    byte_cost_s: float = 0.0  # and for each byte of its records
     known: bool = True  # whether the total is known before the input's end
     seed: int = 0
     faults: Faults = field(default_factory=Faults)
@@ -127,6 +128,7 @@ class ClusterSimulation:
         self._numbers = itertools.count()
         self._connections: dict[int, _Connection] = {}
         self._now = self._processor_free = self._way_there_free = self._way_back_free = 0.0
+        self._item = bytes(scenario.item_bytes)  # of every unit
         self._life = 0  # of the coordinator: what was sent to an earlier one is lost
         self._open_coordinator()
 
@@ -298,7 +300,7 @@ class ClusterSimulation:
                 self._unread.append((start + wanted, stop))
                 stop = start + wanted
             wanted -= stop - start
-            found.append(WorkRange(start, stop))
+            found.append(WorkRange(start, stop, (self._item,) * (stop - start) if self._item else ()))
             self._timed(self._core.lease, node, found[-1], self._now)
         if units and not self._unread:
             self._core.ended_input(self.scenario.units)
@@ -365,7 +367,8 @@ class ClusterSimulation:
         if life != self._life or (not node.alive and self._random.random() < 0.5):
             return  # to a coordinator that is no more, or broken off
         if self._timed(core.may_keep, node.number, start, stop):
-            written = self._processed(self.scenario.range_cost_s)
+            size = (stop - start) * self.scenario.record_bytes
+            written = self._processed(self.scenario.range_cost_s + size * self.scenario.byte_cost_s)
             self._at(written, self._written, connection, life, start, stop)
         else:
             for begin, end in core.missing(start, stop):
