@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from cluster.list_feed import ListFeed
 
@@ -357,3 +362,104 @@ async def test_groups_of_another_range_are_refused(tmp_path: Path) -> None:
         with pytest.raises(WorkError, match="one version"):
             await division.keep(WorkRange(0, 2), packed)
     await division.close(False)
+
+
+SECONDS = 300  # after which a process that does not come further has failed
+COUNT = 1500
+
+
+class Divided:
+    """`gpuinfer generate --ordered` over two local nodes, with rows from a pipe."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.out, self._log = folder / "out.jsonl", (folder / "log").open("ab")
+        command = [sys.executable, "-m", "gpuinfer", "generate", "--no-roofline", "--no-live", *NULL]
+        command += ["--input", "-", "--output", str(self.out), "--launcher", "local", "-L", "nodes=2", *words]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.seen = psutil.Process(self.process.pid)
+
+    def __enter__(self) -> Divided:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for one in (*self.nodes(), self.process):
+            one.kill()
+        self.process.wait(SECONDS)
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        self._log.close()
+
+    def give(self, text: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text)
+        self.process.stdin.flush()
+
+    def nodes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            return [one for one in self.seen.children() if "node" in one.cmdline()]
+        return []
+
+    def until_answered(self, rows: int) -> None:
+        end = time.monotonic() + SECONDS
+        while not self.out.exists() or self.out.read_bytes().count(b"\n") < rows:
+            assert self.process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(SECONDS)
+
+
+NULL = ("--model", "null", "--max-new-tokens", "3", "--ordered", "--seed", "4", "--batch-size", "32")
+
+
+@pytest.fixture(scope="module")
+def of_one_machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes], bytes]:
+    """Rows, and what one machine writes of them."""
+    folder = tmp_path_factory.mktemp("plain")
+    lines = [json.dumps({"id": n, "prompt": f"prompt {n}"}).encode() + b"\n" for n in range(COUNT)]
+    (folder / "in.jsonl").write_bytes(b"".join(lines))
+    command = [sys.executable, "-m", "gpuinfer", "generate", "--no-roofline", "--no-live", *NULL]
+    command += ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
+    subprocess.run(command, check=True, timeout=SECONDS, capture_output=True)
+    return lines, (folder / "out.jsonl").read_bytes()
+
+
+@pytest.mark.thorough
+def test_a_node_that_is_killed_loses_no_row(tmp_path: Path, of_one_machine: tuple[list[bytes], bytes]) -> None:
+    lines, wanted = of_one_machine
+    with Divided(tmp_path) as run:
+        run.give(b"".join(lines[: COUNT // 2]))
+        run.until_answered(COUNT // 4)
+        run.nodes()[0].kill()
+        run.give(b"".join(lines[COUNT // 2 :]))
+        assert run.end() == 0, (tmp_path / "log").read_text()
+    assert run.out.read_bytes() == wanted
+
+
+@pytest.mark.thorough
+def test_a_coordinator_that_is_killed_goes_on_with_what_is_on_the_disk_and_leaves_no_node(
+    tmp_path: Path, of_one_machine: tuple[list[bytes], bytes]
+) -> None:
+    lines, wanted = of_one_machine
+    with Divided(tmp_path) as run:
+        run.give(b"".join(lines[: COUNT // 2]))
+        run.until_answered(COUNT // 4)
+        nodes = run.nodes()
+        run.process.kill()
+        assert psutil.wait_procs(nodes, SECONDS)[1] == []
+    kept = run.out.read_bytes()
+    assert wanted.startswith(kept[: kept.rfind(b"\n") + 1])
+    with Divided(tmp_path, "--resume") as again:
+        again.give(b"".join(lines))
+        assert again.end() == 0, (tmp_path / "log").read_text()
+    assert again.out.read_bytes() == wanted
