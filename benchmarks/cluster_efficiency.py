@@ -6,9 +6,9 @@ work is left of n times the work of one.
 
 Rounds alternate. `efficiency` counts games by the second of a node, from when it is ready to play until the run ends,
 also while it waits for work or for the others, against those of a single node; `with start` counts the whole command,
-the start of Python on each node included; `separate` are n runs beside one another that know nothing of each other, held
-to the same shares: what the host itself costs. Needs a host with little else to do, root, control groups, slurm-wlm and
-munge.
+the start of Python on each node included; `separate` are n runs beside one another that know nothing of each other,
+held to the same shares: what the host itself costs. Needs a host with little else to do, root, control groups,
+slurm-wlm and munge.
 """
 
 from __future__ import annotations
