@@ -162,7 +162,7 @@ class Coordinator:
         host = (parts.hostname if parts else None) or launcher.reached_at()
         names = LOOPBACK if launcher.bind == "127.0.0.1" else None
         routes = RouteTable(self._routes(), Access(Keys([self._processes.key]), None, names))
-        limits = HttpLimits(body_bytes=messages.RECORDS_BYTES, bodies_bytes=4 * messages.RECORDS_BYTES, body_s=600.0)
+        limits = HttpLimits(body_bytes=messages.RECORDS_BYTES, bodies_bytes=2 * messages.RECORDS_BYTES, body_s=600.0)
         self._server = HttpServer(routes, limits, quick=routes.quick)
         port = await self._server.listen(launcher.bind, port)
         self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
@@ -426,7 +426,7 @@ class Coordinator:
         except BaseException:
             self._core.not_kept(entry.number, start, stop)
             raise
-        self._core.kept(entry.number, start, stop, now)
+        self._core.kept(entry.number, start, stop, now, size=len(exchange.body))
         if self._core.over:
             self.figures.ended(time.monotonic())
         self._processes.worked(entry.hello.index)

@@ -48,6 +48,7 @@ class CoordinatorCore:
         self._unheld = RangeSet()  # being kept, of nodes that hold it no more: pending if that fails
         self._reading = 0
         self._item_units = self._item_bytes = 0  # of all units that were read and have items
+        self._record_units = self._record_bytes = 0  # of all whose records came over the wire
         self._nodes: dict[int, NodeState] = {}
         self._gone: dict[int, NodeState] = {}
         self._rates = 0.0  # of all nodes that have one, together
@@ -248,8 +249,10 @@ class CoordinatorCore:
             for gap in self._keeping.gaps(*between)
         ]
 
-    def kept(self, node: int, start: int, stop: int, now: float) -> None:
-        """The records of these units are on the disk."""
+    def kept(self, node: int, start: int, stop: int, now: float, size: int = 0) -> None:
+        """The records of these units are on the disk. `size`: their bytes, where they came over the wire."""
+        self._record_units += stop - start if size else 0
+        self._record_bytes += size
         self._keeping.remove(start, stop)
         new = self._kept.add(start, stop)
         self._unheld.cut(start, stop)
@@ -287,16 +290,9 @@ class CoordinatorCore:
 
     @property
     def counts(self) -> Counts:
-        apart = self._pending.units + self._kept.units + self._keeping.units
-        return Counts(
-            self._total,
-            self._kept.units,
-            self._keeping.units,
-            self._seen.units - apart,
-            self._pending.units,
-            self._copied.units,
-            self._duplicates,
-        )
+        kept, keeping, pending = self._kept.units, self._keeping.units, self._pending.units
+        leased = self._seen.units - kept - keeping - pending
+        return Counts(self._total, kept, keeping, leased, pending, self._copied.units, self._duplicates)
 
     @property
     def nodes(self) -> list[NodeFigures]:
@@ -307,14 +303,9 @@ class CoordinatorCore:
 
     @property
     def range_counts(self) -> RangeCounts:
-        all_of_them = (*self._nodes.values(), *self._gone.values())
-        return RangeCounts(
-            sum(state.ranges for state in all_of_them),
-            sum(state.range_s for state in all_of_them),
-            self._returned,
-            self._stolen,
-            self._copies,
-        )
+        states = (*self._nodes.values(), *self._gone.values())
+        kept, held_s = sum(state.ranges for state in states), sum(state.range_s for state in states)
+        return RangeCounts(kept, held_s, self._returned, self._stolen, self._copies)
 
     # Sizes
 
@@ -344,6 +335,8 @@ class CoordinatorCore:
         if self._item_bytes:  # a node holds three ranges, about: one is sent, one computed, one is not begun
             most_units = policy.held_bytes * self._item_units / self._item_bytes / nodes
             size = min(size, max(round(most_units / 3), at_least))
+        if self._record_bytes:
+            size = min(size, round(policy.record_bytes * self._record_units / self._record_bytes))
         unread = self._unread()
         if unread is not None:
             left = self._pending.units + unread

@@ -23,7 +23,7 @@ JOIN, EXCHANGE, RECORDS = "/cluster/join", "/cluster/exchange", "/cluster/record
 MSGPACK = "application/msgpack"
 EXCHANGE_S = 1.0  # between two exchanges of a node that has enough
 RANGES_FOLDER = ".ranges"  # in the output's folder: files of nodes that see it
-RECORDS_BYTES = 1 << 30  # of one range
+RECORDS_BYTES = 256 << 20  # of one range: ranges are sized so that they have an eighth of it
 
 
 class Hello(Struct, frozen=True, kw_only=True):

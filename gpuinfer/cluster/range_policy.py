@@ -15,6 +15,7 @@ class RangePolicy:
     least: int = 1  # units that a range should have
     most: int = 1_000_000  # units that a node gets at once
     held_bytes: float = 400e6  # of items that nodes have: ranges last for less where these would be more
+    record_bytes: float = 32e6  # of a range's records, at most, as far as those of earlier ranges tell
     block: int = 1  # ranges are cut at multiples of it, where that leaves any
     exchange_s: float = 1.0  # between two exchanges of a node
     guided: float = 2.0  # near the end a range is a node's share of what is left, divided by this

@@ -73,6 +73,12 @@ def test_rows_that_nodes_hold_stay_within_the_bound():
     assert bounded.efficiency > 0.9
 
 
+def test_the_records_of_a_range_have_no_more_bytes_than_the_bound():
+    scenario = ClusterScenario(units=2_000, nodes=2, rate=100.0, record_bytes=1_000_000)
+    assert simulate_cluster(scenario).ranges > 2_000 / 32
+    assert simulate_cluster(scenario, RangePolicy(nodes=2, record_bytes=1e12)).ranges < 2_000 / 32
+
+
 def test_memory_is_said_by_what_holds_it():
     scenario = ClusterScenario(units=10**8, nodes=10, rate=1.0, item_bytes=100)
     memory = memory_of(scenario, ClusterOutcome(most_held=1_000, most_intervals=5), name_bytes=12)

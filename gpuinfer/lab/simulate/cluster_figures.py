@@ -14,12 +14,12 @@ from gpuinfer.units import number, short, whole
 SCHEMA = "gpuinfer.cluster-simulation/1"
 GIB = 1 << 30
 MEMORY_LIMIT = GIB  # of the coordinator's process
-BASE_BYTES = 130 << 20  # of a coordinator that has begun and has no nodes
-NODE_BYTES = 40 << 10  # of a node's connections, their buffers and what the core knows of it
+BASE_BYTES = 100 << 20  # of a coordinator that has begun and has no nodes
+NODE_BYTES = 120 << 10  # of a node's connections, their buffers and what the core knows of it
 ITEM_BYTES = 49  # of a row that is with a node, beside its own bytes: an object and its place in a range
 INTERVAL_BYTES = 16
 COLUMNS = ("nodes", "time", "efficiency", "end idle", "ranges", "CPU", "network", "memory")
-EXCHANGE_COST_S, RANGE_COST_S, MB_COST_S = 500e-6, 1e-3, 1e-3  # of the coordinator's processor: docs/scale.md
+EXCHANGE_COST_S, RANGE_COST_S, MB_COST_S = 200e-6, 250e-6, 1e-3  # of the coordinator's processor: docs/scale.md
 
 
 def memory_of(scenario: ClusterScenario, outcome: ClusterOutcome, name_bytes: float) -> dict[str, int]:
@@ -109,7 +109,7 @@ def _notes(run: Mapping[str, Any]) -> Iterator[Note]:
     there, back = number(run["bytes_to_nodes_per_s"]), number(run["bytes_from_nodes_per_s"])
     yield "network", f"{there}B/s to the nodes, {back}B/s back"
     largest = sorted(run["memory_bytes"].items(), key=lambda item: -item[1])
-    yield "memory", ", ".join(f"{name} {size / (1 << 20):,.0f} MiB" for name, size in largest if size >= 1 << 20)
+    yield "memory", ", ".join(f"{name} {size / (1 << 20):,.0f} MiB" for name, size in largest[:3] if size >= 1 << 20)
     if run["lost_nodes"] or run["computed_again"]:
         again = whole(max(0, run["computed_again"]))
         yield "lost", f"{whole(run['lost_nodes'])} nodes were given up; {again} rows were computed again"
