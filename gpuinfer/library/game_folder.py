@@ -76,6 +76,7 @@ class GameRecords:
         if not new and not self.path.is_dir():
             raise UsageError(f"there is no folder {self.path}. Give one that `SelfPlay.play(out=…)` wrote.")
         self._folder = PositionsFolder(self.path)
+        self._folder.recover()
         if not new and not (self.path / MANIFEST).exists() and not any(self._folder.shards()):
             raise UsageError(f"{self.path} holds no records of games. Give a folder that `SelfPlay.play(out=…)` wrote.")
         self._is_temporary = False

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import WorkError
 from gpuinfer.models.positions import PositionsFolder
-from gpuinfer.models.record_shards import UNREADABLE, GameArrays, GameRecord, gathered, mapped_arrays
+from gpuinfer.models.record_shards import UNREADABLE, GameArrays, assembled, mapped_arrays
 
 SHARD_BYTES = 32 << 20
 NAME = re.compile(r"shard-(\d{12})\.npz")
@@ -33,28 +32,15 @@ class _Part:
 
     def __init__(self, path: Path, games: GameArrays, merged: bool) -> None:
         self.path, self.merged = path, merged
-        self._order = np.argsort(games.numbers)
-        self._numbers, self._sizes = games.numbers[self._order], games.sizes()[self._order]
-        self._at = 0
+        self.places = np.argsort(games.numbers)  # int64 [games], as the next two, by number
+        self.numbers, self.sizes = games.numbers[self.places], games.sizes()[self.places]
+        self.rows = (games.ends - games.starts)[self.places]
+        self._run_ends = np.append(np.flatnonzero(np.diff(self.numbers) != 1) + 1, len(self.numbers))
+        self.at = 0  # so many games have been taken
 
-    def take(self) -> tuple[int, int]:
-        """The next game's place in the shard, and its bytes."""
-        self._at += 1
-        return int(self._order[self._at - 1]), int(self._sizes[self._at - 1])
-
-    def __len__(self) -> int:
-        """Its games."""
-        return len(self._numbers)
-
-    @property
-    def number(self) -> int | None:
-        """Of the next game; None when all have been taken."""
-        return int(self._numbers[self._at]) if self._at < len(self._numbers) else None
-
-    def read(self, places: Sequence[int]) -> GameArrays:
-        """Copies of these games, in this order. Raises `WorkError`."""
-        whole = _opened(self.path, check=False)
-        return GameArrays(gathered([GameRecord(whole, place) for place in places]))
+    def run_end(self) -> int:
+        """Up to where the next games have numbers that follow one another."""
+        return int(self._run_ends[np.searchsorted(self._run_ends, self.at, "right")])
 
 
 def _opened(path: Path, check: bool = True) -> GameArrays:
@@ -77,7 +63,7 @@ class MergedRecords:
         self._folder = folder
         self._parts: list[tuple[int, int, _Part]] = []  # a heap, by each part's next game
         self._added = 0
-        self._filling: list[tuple[_Part, int]] = []  # parts and places of the games of the next shard
+        self._filling: list[tuple[_Part, int, int]] = []  # the games of the next shard: from and to where in a part
         self._bytes = 0
         self._begin = self._next = 0  # the first of these games, and the one that follows them
         self._emptied: list[_Part] = []
@@ -97,14 +83,13 @@ class MergedRecords:
         """Write the shards that can be filled by now, in order, until `stopped`. Raises `WorkError`."""
         while self._parts and self._parts[0][0] <= self._next and not stopped():
             number, _, part = heapq.heappop(self._parts)
-            place, size = part.take()
+            if number < self._next:  # an earlier run has merged it, and was killed before it removed the part
+                part.at = int(np.searchsorted(part.numbers, self._next))
+            else:
+                self._take(part)
             self._push(part)
-            if number == self._next:  # else an earlier run has merged it, and was killed before it removed the part
-                self._filling.append((part, place))
-                self._bytes += size
-                self._next += 1
-                if self._bytes >= SHARD_BYTES:
-                    self._write()
+            if self._bytes >= SHARD_BYTES:
+                self._write()
 
     def close(self) -> None:
         """Write what makes no full shard, and let readers see the games that come after a gap. Raises `WorkError`."""
@@ -113,32 +98,49 @@ class MergedRecords:
         self._folder.bring_back(range(self._begin))
 
     def _push(self, part: _Part) -> None:
-        if (number := part.number) is None:
+        if part.at == len(part.numbers):
             self._emptied.append(part)
         else:
             self._added += 1
-            heapq.heappush(self._parts, (number, self._added, part))
+            heapq.heappush(self._parts, (int(part.numbers[part.at]), self._added, part))
+
+    def _take(self, part: _Part) -> None:
+        """The games that come next, up to the one that fills the shard."""
+        start, end = part.at, part.run_end()
+        filled = self._bytes + np.cumsum(part.sizes[start:end])
+        part.at = min(end, start + int(np.searchsorted(filled, SHARD_BYTES)) + 1)
+        self._bytes = int(filled[part.at - start - 1])
+        self._next += part.at - start
+        self._filling.append((part, start, part.at))
 
     def _write(self) -> None:
-        places: dict[_Part, list[int]] = {}
-        for part, place in self._filling:
-            places.setdefault(part, []).append(place)
         name = f"shard-{self._begin:012}.npz"
-        (first, taken), *others = places.items()
-        if others or not (first.merged and first.path.name == name and len(taken) == len(first)):
-            self._folder.write_as(name, self._read(places))
+        part, start, end = self._filling[0]
+        if not (part.merged and part.path.name == name and end - start == self._next - self._begin):
+            self._folder.write_as(name, self._read())
         for part in self._emptied:  # all of its games are in merged shards now
             if not part.merged:
                 with contextlib.suppress(OSError):  # another time
                     part.path.unlink()
         self._begin, self._filling, self._bytes, self._emptied = self._next, [], 0, []
 
-    def _read(self, places: Mapping[_Part, Sequence[int]]) -> dict[str, NDArray[Any]]:
+    def _read(self) -> dict[str, NDArray[Any]]:
         """The games of the next shard: each part is opened once, one at a time."""
+        runs: dict[_Part, list[tuple[int, int, int]]] = {}  # with the place of the first game in the new shard
+        rows, target = list[NDArray[np.int64]](), 0
+        for part, start, end in self._filling:
+            runs.setdefault(part, []).append((start, end, target))
+            rows.append(part.rows[start:end])
+            target += end - start
+
+        def opened() -> Iterator[tuple[GameArrays, NDArray[np.int64], NDArray[np.int64]]]:
+            for part, of_part in runs.items():
+                places = np.concatenate([part.places[start:end] for start, end, _ in of_part])
+                targets = np.concatenate([np.arange(target, target + end - start) for start, end, target in of_part])
+                yield _opened(part.path, check=False), places, targets
+
         try:
-            copies = {part: part.read(of_part) for part, of_part in places.items()}
-            counts = {part: itertools.count() for part in places}
-            return gathered([GameRecord(copies[part], next(counts[part])) for part, _ in self._filling])
+            return assembled(opened(), np.concatenate(rows))
         except (KeyError, ValueError) as error:
             raise WorkError(
                 f"{self._folder.path} holds records of different games ({error}). Give another folder with --out."

@@ -20,7 +20,8 @@ and of games that were played with weights that changed meanwhile `version` str 
 the game began. A game is in exactly one shard, with all its rows; moves without a choice have no row.
 
 Where all games of a run are there, shards are merged (`merged_records.py`). What is on its way there lies in the folder
-`.parts`, whole shards each, which readers do not see and the next run that opens the folder brings back.
+`.parts`, whole shards each, which readers do not see. Where a run was killed meanwhile, the next run or the next reader
+brings it back.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import IO, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.errors import UsageError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import machine
 from gpuinfer.host.files import TORN, RecordFolder, differences, put_whole, sync_folder, unwritable
 from gpuinfer.models.record_shards import UNREADABLE, GameArrays, GameRecord, gathered, mapped_arrays, read_shard
@@ -227,6 +228,23 @@ class PositionsFolder(RecordFolder):
             (self.path / PARTS).rmdir()
         return found
 
+    def recover(self) -> None:
+        """Bring back what a killed run had set apart, before the folder is read; not where a run is writing to it, or
+        nobody may.
+        """
+        if not any((self.path / PARTS).glob("shard-*.npz")):
+            return
+        try:
+            self._lock()
+        except (UsageError, OSError):
+            return
+        try:
+            self.bring_back(self.finished())
+        except (WorkError, OSError) as error:
+            log.warning("%s: games that a killed run has kept are not seen: %s", self.path, error)
+        finally:
+            self.release()
+
 
 def _new_name() -> str:
     return f"shard-{uuid.uuid4().hex}.npz"
@@ -236,7 +254,9 @@ def shards_of(path: Path) -> list[Path]:
     """The shards in order. Raises `UsageError` if there are none."""
     if path.is_file():
         raise UsageError(f"{path} is a file. Give the folder that `gpuinfer selfplay --out` wrote.")
-    shards = sorted(PositionsFolder(path).shards())
+    folder = PositionsFolder(path)
+    folder.recover()
+    shards = sorted(folder.shards())
     if not shards:
         raise UsageError(
             f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."

@@ -10,8 +10,7 @@ import mmap
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,46 +107,68 @@ class GameRecord(NamedTuple):
     version: str = ""  # of the weights that played it, where they change during a run
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Games that lie next to one another in the same arrays, and so do their rows."""
-
-    games: GameArrays
-    first: int
-    last: int  # place after the last game's
-    row: int
-    end: int
-
-    def part(self, name: str) -> NDArray[Any]:
-        array: NDArray[Any] = self.games.arrays[name]
-        return array[self.row : self.end] if name in OF_MOVES else array[self.first : self.last]
-
-
 def gathered(records: Sequence[GameRecord]) -> dict[str, NDArray[Any]]:
-    """The arrays of these games, at least one, in this order. Raises `KeyError` where one lacks an array of another,
-    `ValueError` where they have other sizes.
-    """
-    pieces = list(_pieces(records))
-    known = [*OF_MOVES, *OF_GAMES]
-    names = sorted(pieces[0].games.arrays, key=lambda name: (known.index(name) if name in known else len(known), name))
-    made = {name: np.concatenate([piece.part(name) for piece in pieces]) for name in names}
+    """The arrays of these games, at least one, in this order. Raises as `assembled` does."""
+    groups: dict[int, tuple[GameArrays, list[int], list[int]]] = {}
+    for target, (games, place, _) in enumerate(records):
+        group = groups.setdefault(id(games), (games, [], []))
+        group[1].append(place)
+        group[2].append(target)
+    parts = [(games, np.array(places), np.array(targets)) for games, places, targets in groups.values()]
+    rows = np.zeros(len(records), np.int64)
+    for games, places, targets in parts:
+        rows[targets] = games.ends[places] - games.starts[places]
+    made = assembled(parts, rows)
     if any(record.version for record in records):
         made["version"] = np.array([record.version for record in records])
     return made
 
 
-def _pieces(records: Iterable[GameRecord]) -> Iterator[_Piece]:
-    piece: _Piece | None = None
-    for games, place, _ in records:
-        start, end = int(games.starts[place]), int(games.ends[place])
-        if piece is not None and piece.games is games and piece.last == place and (piece.end == start or start == end):
-            piece.last, piece.end = place + 1, max(end, piece.end)
-            continue
-        if piece is not None:
-            yield piece
-        piece = _Piece(games, place, place + 1, start, end)
-    if piece is not None:
-        yield piece
+def assembled(
+    parts: Iterable[tuple[GameArrays, NDArray[np.int64], NDArray[np.int64]]], rows: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of games from several shards: of each some places, and the places that they get. One of `parts` is
+    held at a time. rows: of each game in the result. Raises `KeyError` where one lacks an array of another,
+    `ValueError` where their sizes differ.
+    """
+    made: dict[str, NDArray[Any]] = {}
+    starts = np.cumsum(rows) - rows
+    for games, places, targets in parts:
+        found = games.arrays
+        for name in sorted(found, key=_rank) if not made else ():
+            count = int(rows.sum()) if name in OF_MOVES else len(rows)
+            made[name] = np.empty((count, *found[name].shape[1:]), found[name].dtype)
+        if made.keys() != found.keys():
+            raise KeyError(f"not all have {', '.join(sorted(made.keys() ^ found.keys()))}")
+        begins, lengths = games.starts[places], rows[targets]
+        source, target = _rows(begins, lengths), _rows(starts[targets], lengths)
+        for name, array in found.items():
+            if array.dtype != made[name].dtype and array.dtype.kind == "U":  # of another length
+                made[name] = made[name].astype(np.promote_types(array.dtype, made[name].dtype))
+            elif (array.dtype, array.shape[1:]) != (made[name].dtype, made[name].shape[1:]):
+                raise ValueError(f"{name} is {array.dtype} {array.shape[1:]} in one of them")
+            if name in OF_MOVES:
+                made[name][target] = array[source]
+            else:
+                made[name][targets] = array[places]
+    return made
+
+
+def _rank(name: str) -> tuple[int, str]:
+    known = (*OF_MOVES, *OF_GAMES)
+    return (known.index(name) if name in known else len(known), name)
+
+
+def _rows(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+    """The rows of some games, one game after the other; a slice where they lie next to one another."""
+    begins, lengths = begins[lengths > 0], lengths[lengths > 0]
+    if not len(begins):
+        return slice(0)
+    ends = begins + lengths
+    if (begins[1:] == ends[:-1]).all():
+        return slice(int(begins[0]), int(ends[-1]))
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(begins - before, lengths) + np.arange(int(lengths.sum()))
 
 
 def packed(records: Sequence[GameRecord]) -> bytes:
