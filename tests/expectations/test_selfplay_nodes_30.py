@@ -9,6 +9,10 @@ import itertools
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -19,6 +23,7 @@ import pytest
 import torch
 from cluster.list_feed import ListFeed
 from counts import examples
+from forking import own_environment
 from helpers import AtOnce
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -374,3 +379,70 @@ def test_every_folder_of_a_whole_run_is_merged_and_is_read_as_before(one_machine
     assert [game.number for game in records] == [*range(GAMES)]
     assert len(positions_of([one_machine])) == sum(len(game) for game in records)
     assert not (one_machine / PARTS).exists()
+
+
+def test_what_a_killed_run_had_set_apart_is_seen_by_the_next_reader(parts_of, tmp_path):
+    folder = tmp_path / "games"
+    division = workload(out=folder).division()
+    division.open()
+    asyncio.run(division.keep(WorkRange(10, 14), parts_of(10, 14)))
+    assert not list(PositionsFolder(folder).shards())
+    assert len(GameRecords(folder)) == 0, "while the run goes on nobody else touches the folder"
+    division._folder.release()  # as the end of its process does
+    assert {game.number for game in GameRecords(folder)} == {10, 11, 12, 13}
+    assert len(positions_of([folder])) > 4
+
+
+# The whole command
+
+COMMAND = "--game connect-four --model uniform --simulations 200 --games 1500 --workers 2 --quiet --out games"
+ON_NODES = "--launcher local -L nodes=2"
+
+
+def selfplay(words, folder):
+    """The command, with all its processes in a group of their own."""
+    command = [sys.executable, "-m", "gpuinfer", "selfplay", *words.split()]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=own_environment(), start_new_session=True, **streams)
+
+
+def to_its_end(process):
+    """Its exit code and what it said, with nothing of it left running."""
+    try:
+        _, errors = process.communicate(timeout=2 * WAIT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What the command leaves on one machine."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert to_its_end(selfplay(COMMAND, folder)) == (0, "")
+    return bytes_of(folder / "games")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", ["worker", "node", "coordinator"])
+def test_whatever_process_of_a_real_run_is_killed_the_folder_is_that_of_one_machine(victim, whole, tmp_path):
+    folder = tmp_path / "games"
+    process = selfplay(f"{COMMAND} {ON_NODES}", tmp_path)
+    until = time.monotonic() + WAIT_S
+    while not any(folder.glob(f"{PARTS}/shard-*.npz")):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    tree = psutil.Process(process.pid).children(recursive=True)
+    of = {"worker": "spawn_main", "node": "gpuinfer node", "coordinator": ""}[victim]
+    chosen = next(child for child in tree if of in " ".join(child.cmdline())) if of else process
+    chosen.kill()
+    code, errors = to_its_end(process)
+    _, alive = psutil.wait_procs(tree, timeout=WAIT_S)
+    assert not alive, "nothing is left running"
+    if victim == "coordinator":
+        assert set(games_seen(folder).values()) <= {1}
+        code, errors = to_its_end(selfplay(f"{COMMAND} {ON_NODES} --resume", tmp_path))
+    assert code == 0, errors
+    assert bytes_of(folder) == whole

@@ -69,6 +69,27 @@ async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(wri
     assert positions.PositionsFolder(tmp_path).finished() == {0, 1}
 
 
+async def test_records_travel_in_messages_that_are_not_too_large(monkeypatch):
+    games = [{"finished": np.arange(5 * k, 5 * k + 5), "returns": np.zeros((5, 2), np.float32)} for k in range(4)]
+    for one in games:
+        numbers = np.repeat(one["finished"], 3)
+        one |= {"game": numbers, "move": np.tile(np.arange(3, dtype=np.int16), 5), "observation": numbers[:, None]}
+    monkeypatch.setattr(game_records, "MESSAGE_BYTES", 200)  # less than three games
+    sender = game_records.GameSender(moves=True)
+    for one in games:
+        await sender.add(one)
+    messages = []
+    while sender.full:
+        messages.append(sender.take())
+    messages.append(sender.take())
+    assert sender.take() == {"kept": []}
+    assert [number for message in messages for number in message["kept"]] == list(range(20))
+    assert max(len(message["kept"]) for message in messages) == 2
+    received = [game_records.received_games(message) for message in messages]
+    rows = np.concatenate([one.arrays["observation"] for one in received])
+    assert rows[:, 0].tolist() == np.repeat(np.arange(20), 3).tolist()
+
+
 @pytest.mark.parametrize(
     ("slots", "halves", "max_rows", "blocks"),
     [

@@ -73,41 +73,48 @@ class GameSender(GameKeeper):
     def __init__(self, moves: bool) -> None:
         super().__init__()
         self._moves = moves
-        self._parts: deque[tuple[int, GameArrays]] = deque()  # each with its bytes
+        self._parts: deque[dict[str, np.ndarray]] = deque()
         self._bytes = 0
 
     async def add(self, part: dict[str, np.ndarray]) -> None:
         if not self._moves:
             part = {name: array for name, array in part.items() if name in OF_GAMES}
-        games, begin = GameArrays(part), 0
-        sizes = np.cumsum(games.sizes())
-        while begin < len(sizes):  # in pieces that fit into a message; a game is not divided
-            before = sizes[begin - 1] if begin else 0
-            end = max(begin + 1, int(np.searchsorted(sizes, before + MESSAGE_BYTES, "right")))
-            piece = games
-            if end - begin < len(sizes):
-                piece = GameArrays(gathered([GameRecord(games, place) for place in range(begin, end)]))
-            self._parts.append((int(sizes[end - 1] - before), piece))
-            self._bytes += self._parts[-1][0]
-            begin = end
+        self._bytes += _bytes_of(part)
+        self._parts.extend(_in_pieces(part))
 
     @property
     def full(self) -> bool:
         return self._bytes > MESSAGE_BYTES
 
     def take(self) -> dict[str, Any]:
-        taken, size = list[GameArrays](), 0
-        while self._parts and (not taken or size + self._parts[0][0] <= MESSAGE_BYTES):
-            bytes_of_part, part = self._parts.popleft()
-            taken.append(part)
-            size += bytes_of_part
+        taken, size = list[dict[str, np.ndarray]](), 0
+        while self._parts and (not taken or size + _bytes_of(self._parts[0]) <= MESSAGE_BYTES):
+            taken.append(self._parts.popleft())
+            size += _bytes_of(taken[-1])
         self._bytes -= size
         if not taken:
             return {"kept": []}
-        games = [GameRecord(part, place) for part in taken for place in range(len(part.numbers))]
-        arrays = gathered(games)
+        arrays = {name: np.concatenate([part[name] for part in taken]) for name in taken[0]}
         plain = {name: [array.dtype.str, array.shape, array.tobytes()] for name, array in arrays.items()}
         return {"kept": arrays["finished"].tolist(), "records": plain}
+
+
+def _bytes_of(part: Mapping[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in part.values())
+
+
+def _in_pieces(part: dict[str, np.ndarray]) -> Sequence[dict[str, np.ndarray]]:
+    """Of games that fit into a message together; a game is not divided."""
+    if _bytes_of(part) <= MESSAGE_BYTES:
+        return [part]
+    games, pieces, begin = GameArrays(part), list[dict[str, np.ndarray]](), 0
+    filled = np.cumsum(games.sizes())
+    while begin < len(filled):
+        before = filled[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(filled, before + MESSAGE_BYTES, "right")))
+        pieces.append(gathered([GameRecord(games, place) for place in range(begin, end)]))
+        begin = end
+    return pieces
 
 
 def received_games(message: Mapping[str, Any]) -> GameArrays:
