@@ -136,6 +136,19 @@ async def test_a_folder_with_a_file_a_row_is_that_of_one_machine(tmp_path: Path)
     assert one == out
 
 
+async def test_rows_of_several_files_are_named_with_their_file_where_a_node_cannot_answer(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.jsonl").write_text('"a text"\n"another"\n')
+    table = pyarrow.table({"prompt": ["a third", "word " * 4000], "lesson": [1, 2]})
+    parquet.write_table(table, tmp_path / "b.parquet")
+    options = {"input": f"{tmp_path}/[ab].*", "ordered": True}
+    await alone(generate(tmp_path, "one.jsonl", **options))
+    await over_nodes(generate(tmp_path, **options))
+    lines = (tmp_path / "out.jsonl").read_bytes()
+    assert lines == (tmp_path / "one.jsonl").read_bytes()
+    assert json.loads(lines.splitlines()[-1])["error"]["file"] == f"{tmp_path}/b.parquet"
+
+
 async def test_a_run_of_several_models_asks_on_a_node_the_model_that_its_row_names(tmp_path: Path) -> None:
     listed = [{"id": n, "prompt": f"prompt {n}", "model": ("one", "other")[n % 2]} for n in range(12)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
@@ -216,6 +229,18 @@ async def test_the_input_is_read_no_further_ahead_than_is_bounded(tmp_path: Path
     assert held == division.counts.read < 100 + 2 * 512
     await division.close(False)
     os.close(writing)
+    os.close(reading)
+
+
+async def test_an_input_of_a_form_that_is_not_read_fails_the_run_and_no_node(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"%PDF-1.7 \x00\xff\n")
+    os.close(writing)
+    division = generate(tmp_path, input=f"/dev/fd/{reading}").division()
+    await asyncio.to_thread(division.open)
+    with pytest.raises(WorkError, match="--input"):
+        await ranges_of(division)
+    await division.close(False)
     os.close(reading)
 
 

@@ -44,6 +44,22 @@ async def test_the_spill_file_stays_small_and_never_lacks_a_line_that_waits(tmp_
     assert out.read_bytes() == b"".join(map(line, range(2000)))
 
 
+async def test_lines_of_ranges_are_put_in_order_and_only_those_that_wait_lie_aside(tmp_path):
+    out, early = tmp_path / "out", tmp_path / "early"
+    with out.open("ab", buffering=0) as file:
+        outlet = OutputWriter(file.fileno(), "out", aside=SpillFile(early))
+        order = OrderedOutput(outlet, 100)
+        for places in ([4, 5, 8], [0, 1, 3], [2, 6, 9]):
+            order.add_all(places, list(map(line, places)))
+            await outlet.flush()
+            assert (order.waiting, order.held_bytes) == (len(order._held), sum(map(len, order._held.values())))
+        assert early.read_bytes() == b"".join(map(line, [4, 5, 8, 3, 9]))
+        order.add_all([7], [line(7)])
+        await outlet.close()
+    assert order.waiting == order.held_bytes == 0
+    assert out.read_bytes() == b"".join(map(line, range(10)))
+
+
 class Held(FakeInfer):
     """The first prompt is never answered; once all others are, the run is to stop."""
 

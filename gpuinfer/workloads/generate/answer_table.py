@@ -7,7 +7,6 @@ Objects whose fields differ from row to row (metadata, log-probabilities, OpenAI
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -37,10 +36,6 @@ class AnswerTable(OpenedOutput):
     def __init__(self, table: Path, *opened: Any, **facts: Any) -> None:
         super().__init__(*opened, **facts)
         self._table = table
-
-    @property
-    def packed_bytes(self) -> int:
-        return os.fstat(self.descriptor).st_size
 
     def finish(self, useless: bool = False) -> None:
         super().finish(useless)

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.division import Division, Interval, RangeFeed, WorkRange
-from gpuinfer.errors import WorkError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.row_names import NamedRow, Namer, named_row
 from gpuinfer.workloads.generate.answer_lines import LineWriter
@@ -30,7 +30,6 @@ AHEAD = 8192  # rows that are read before they are wanted
 RANGE_ROWS = 2048  # of a range at most: its lines come back together
 HELD_BYTES = 256 << 20  # of lines that wait for an earlier one, before no more rows are given out
 READ_S = 0.1  # how long `read` waits for a silent input
-PACK_BYTES_S = 20e6  # of a journal, how fast a table is made of it at least
 FINISH_S = 5.0  # for rows that are under way when a node is to stop
 
 
@@ -139,10 +138,6 @@ class GenerateDivision(Division):
     def settings(self) -> Mapping[str, Any]:
         return self._opened.settings
 
-    @property
-    def deadline_s(self) -> float:
-        return super().deadline_s + self._opened.output.packed_bytes / PACK_BYTES_S
-
     def open(self) -> Sequence[Interval]:
         """None: units are numbered among the rows that this run answers."""
         self._opened = self._open_run(self.arithmetic)
@@ -189,7 +184,10 @@ class GenerateDivision(Division):
         if not self._ready:
             if self._reading is None or not self._reading.done():
                 return WorkRange(start, start)
-            self._reading.result()
+            try:
+                self._reading.result()
+            except UsageError as error:  # of the input's form: the run fails, not the node that asked
+                raise WorkError(str(error)) from error
             return None
         rows = [self._ready.popleft() for _ in range(min(most, RANGE_ROWS, len(self._ready)))]
         self._wanted.set()

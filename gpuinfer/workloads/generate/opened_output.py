@@ -82,11 +82,6 @@ class OpenedOutput:
             self.aside.remove()
         self._finished = True
 
-    @property
-    def packed_bytes(self) -> int:
-        """Of lines of which `finish` has to make something else."""
-        return 0
-
     def _is_empty(self) -> bool:
         return not os.fstat(self.descriptor).st_size and not (self.path and output_parts(self.path))
 
