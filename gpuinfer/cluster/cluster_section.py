@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from gpuinfer.api import BETWEEN_DEVICES, Roofline, TextRoofline
-from gpuinfer.cluster.node_figures import SILENT_S, ClusterFigures, CoreUse, NodeAccount, RangeFigures
+from gpuinfer.cluster.node_figures import SILENT_S, ClusterFigures, NodeAccount, RangeFigures
+from gpuinfer.cluster.node_report import CoreUse
 from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.cluster_forecast import twice_as_many
 from gpuinfer.report.cluster_state import ClusterState, TypicalNode
@@ -30,6 +31,7 @@ from gpuinfer.report.document import (
 )
 from gpuinfer.stats import mean_size, summarise
 
+COMPARED_S = 3.0  # of work: a node reports once a second, so that of a shorter time its speed is not known
 TIMES = ("working", "starting", "starved", "records", "tail", "gone")
 
 
@@ -72,9 +74,10 @@ def _section(
 ) -> ClusterSection:
     first = figures.first_joined if figures.first_joined is not None else end
     wall_s = max(0.0, end - first)
-    spent = {one.name: time_of(one, first, end) for one in accounts}
+    done = min(end, figures.done_at) if figures.done_at is not None else end
+    spent = {one.name: time_of(one, first, done, end) for one in accounts}
     lines = [_line(figures, one, spent[one.name], now, rooflines.get(one.name)) for one in accounts]
-    _compare(lines)
+    _compare([line for line in lines if spent[line["node"]]["working"] >= COMPARED_S])
     tail_s = max((spent[one.name]["tail"] for one in figures.present), default=0.0)
     all_s = wall_s * len(accounts)
     time = {name: math.fsum(each[name] for each in spent.values()) / all_s if all_s else 0.0 for name in TIMES}
@@ -91,29 +94,32 @@ def _section(
         if accounts
         else 0.0,
         "tail_s": tail_s,
-        "tail_cost_s": figures.tail_cost_s(end - tail_s, end) if tail_s else 0.0,
+        "tail_cost_s": figures.tail_cost_s(done - tail_s, done) if tail_s else 0.0,
         "ranges": ranges,
         "records": records,
         "coordinator": {
             "host": os.uname().nodename,
             "cpu_share": cpu_s / wall_s if wall_s else 0.0,
+            "reading_share": min(1.0, figures.reading_s / wall_s) if wall_s else 0.0,
+            "keeping_share": min(1.0, figures.keeping_s / wall_s) if wall_s else 0.0,
         },
         "twice": None,
     }
     return {**section, "twice": twice_as_many(section)}
 
 
-def time_of(one: NodeAccount, first: float, end: float) -> dict[str, float]:
-    """Seconds of a node between these moments, by `TIMES`."""
+def time_of(one: NodeAccount, first: float, done: float, end: float) -> dict[str, float]:
+    """Seconds of a node from `first` to `end`, by `TIMES`. From `done` on all that was left was to keep records."""
     until = end if one.left_at is None else min(end, one.left_at)
     began = end if one.began_at is None else min(end, max(first, one.began_at))
     gone_s = one.gone_s + max(0.0, end - until)
     starting_s = (min(began, until) - first) + one.starting_s
-    tail_s = 0.0 if one.idle_since is None or until < end else max(0.0, end - max(began, one.idle_since))
-    left_s = max(0.0, end - first - gone_s - starting_s - tail_s)
+    idle_from = end if one.idle_since is None or until < end else max(began, min(end, one.idle_since))
+    tail_s, kept_s = max(0.0, done - idle_from), end - max(done, idle_from)
+    left_s = max(0.0, end - first - gone_s - starting_s - tail_s - kept_s)
     starved_s = min(left_s, one.starved_before_tail_s)
-    records_s = min(left_s - starved_s, one.total("room_s"))
-    working_s = left_s - starved_s - records_s
+    room_s = min(left_s - starved_s, one.total("room_s"))
+    working_s, records_s = left_s - starved_s - room_s, room_s + kept_s
     return dict(zip(TIMES, (working_s, starting_s, starved_s, records_s, tail_s, gone_s), strict=True))
 
 

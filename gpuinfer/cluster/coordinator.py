@@ -382,7 +382,7 @@ class Coordinator:
             grant = self._core.grant(entry.number, time.monotonic())
             ranges, left = list(grant.ranges), grant.fresh
             if left:
-                async with self._disk:
+                async with self._disk, self.figures.reading():
                     while left > 0 and (work := await self._division.read(left)):  # neither None nor empty
                         self._core.lease(entry.number, work, time.monotonic())
                         ranges.append(work)
@@ -421,7 +421,7 @@ class Coordinator:
                 records.unlink(missing_ok=True)
             return messages.encode(KeptReply(kept=False, missing=tuple(self._core.missing(start, stop))))
         try:
-            async with self._disk:
+            async with self._disk, self.figures.keeping():
                 await self._division.keep(WorkRange(start, stop), records)
         except BaseException:
             self._core.not_kept(entry.number, start, stop)

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.api import Setup
-from gpuinfer.cluster.node_figures import NodeMachine, NodeReport
+from gpuinfer.cluster.node_report import NodeMachine, NodeReport
 from gpuinfer.division import Interval, WorkRange
 from gpuinfer.errors import UsageError
 

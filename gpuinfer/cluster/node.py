@@ -22,8 +22,8 @@ from gpuinfer.api import Backend, Infer, ModelSpec, Plugin, Progress, Setup, Str
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
 from gpuinfer.cluster.node_feed import FinishedRange, NodeFeed
-from gpuinfer.cluster.node_figures import NodeMachine
 from gpuinfer.cluster.node_meter import NodeMeter
+from gpuinfer.cluster.node_report import NodeMachine
 from gpuinfer.config import blame, registry
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host import error_text, event_loop

@@ -1,27 +1,24 @@
-"""What nodes report of themselves, and how the figures of all nodes are added up.
+"""How the figures of all nodes are added up.
 
-A node sends a `NodeReport` with each exchange: totals since it joined. The coordinator keeps the latest of each node in
+A node sends a `NodeReport` with each exchange, totals since it joined. The coordinator keeps the latest of each node in
 a `ClusterFigures`, from which the run's snapshot, its progress, the table of nodes and the report's section `cluster`
 are made. Times are seconds; `now` is the coordinator's monotonic clock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
-import psutil
 
-from gpuinfer.api import Progress, Roofline, TextRoofline
-from gpuinfer.host import machine
-from gpuinfer.models import processor
+from gpuinfer.api import Progress, Roofline
+from gpuinfer.cluster.node_report import NodeMachine, NodeReport
 from gpuinfer.stats import Snapshot, merge_in_turn, merge_snapshots
 
 SUM_S = 0.005  # for each node, between two sums of all counters: a sum takes some 0.3 ms a node
@@ -31,94 +28,6 @@ PACE_POINTS = 512  # of the run's pace that are remembered
 MAXIMUM = ("blocks", "threads", "groups_limited", "policy_version")
 MEAN = ("environment_share", "reference_share")
 """Facts of a workload (`Progress.facts`) of which the sum over nodes says nothing; all others are added up."""
-
-
-class NodeMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine of a node, as far as it decides how fast the node is. `cpus`: the cores that the node may use, by the
-    system's numbers: nodes on one host may share some.
-    """
-
-    host: str
-    cores: int
-    cpu: str = ""
-    cpus: tuple[int, ...] = ()
-
-    @classmethod
-    def here(cls) -> NodeMachine:
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-        return cls(
-            host=os.uname().nodename, cores=machine.cores(), cpu=processor.cpu_name(), cpus=tuple(sorted(allowed))
-        )
-
-    @property
-    def kind(self) -> tuple[str, int]:
-        """Machines of one kind have the same roofline."""
-        return self.cpu or self.host, self.cores
-
-
-class CoreUse(msgspec.Struct, frozen=True):
-    """Whose the cores of a node were: the fields of the report's `cores`."""
-
-    count: int = 1
-    busy_s: float = 0.0
-    waiting_s: float = 0.0
-    others_s: float | None = None
-    stolen_s: float | None = None
-    idle_s: float | None = None
-    stations: Mapping[str, float] = {}
-
-
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a node reports of itself: totals since it joined.
-
-    `snapshot`: its `stats.Snapshot` as msgpack (`packed`); empty: as in the report before. `elapsed_s`: on its own
-    run's clock; 0 while it prepares. `starved_s`: in which its workload wanted units and none was left here, `idle_s`
-    of it the present wait. `room_s`: in which its workload waited since too many records were to be sent.
-    `sending_s`: of all requests that carried records, of which there were `sendings`; `records_bytes` in all.
-    `clock_offset_s`: its wall clock minus the coordinator's. `clock_share`: of the highest clock of its cores, what
-    they run at now; None: not known. `figures`: of steps since the report before (`Progress.figures`).
-    """
-
-    snapshot: bytes = b""
-    done: int = 0
-    begun: float = 0.0
-    counts: Mapping[str, float] = {}
-    facts: Mapping[str, float] = {}
-    failed: int | None = None
-    failure: str = ""
-    figures: Sequence[tuple[int, Mapping[str, float]]] = ()
-    setup: bool = True
-    phase: str = ""
-    elapsed_s: float = 0.0
-    setup_s: float = 0.0
-    roofline: Roofline | None = None
-    text_roofline: TextRoofline | None = None
-    cores: CoreUse | None = None
-    starved_s: float = 0.0
-    idle_s: float = 0.0
-    room_s: float = 0.0
-    sending_s: float = 0.0
-    sendings: int = 0
-    records_bytes: int = 0
-    through_folder: bool = False
-    clock_offset_s: float = 0.0
-    clock_share: float | None = None
-
-
-def packed(snapshot: Snapshot) -> bytes:
-    """For `NodeReport.snapshot`."""
-    return msgspec.msgpack.encode(snapshot)
-
-
-def clock_share() -> float | None:
-    """Of the highest clock of this machine's cores, what they run at now, on average; None where that is not known."""
-    found = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
-    return min(1.0, found.current / found.max) if found and found.max and found.current else None
-
-
-def core_use(cores: Mapping[str, Any] | None) -> CoreUse | None:
-    """Of `RunUpdate.cores`."""
-    return None if cores is None else msgspec.convert(cores, CoreUse)
 
 
 class RangeFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,9 +165,12 @@ class ClusterFigures:
         self.clock_from: float | None = None  # the first node had its first units
         self.clock_to: float | None = None  # all units were kept
         self._summed: tuple[Snapshot, float] | None = None  # the last sum, and when it was made
+        self.done_at: float | None = None  # nodes had finished as many as there are: what was left was to keep them
+        self._wanted: int | None = None  # units of this run
         self.accounts: dict[str, NodeAccount] = {}
         self.changes = 0  # counted up at each: a sum is made anew,
         self.events = 0  # and at once where a node has come, begun or gone
+        self.reading_s = self.keeping_s = 0.0  # of the division's `read`, of its `keep`
         self.unit = "units"  # many of them, for people
         self.count_ranges: Callable[[], RangeFigures] = RangeFigures  # the coordinator's
         self.measured: dict[tuple[str, int], Roofline] = {}  # the bare model, by kind of machine
@@ -313,10 +225,19 @@ class ClusterFigures:
         if (account := self._numbers.pop(node, None)) is not None and account.left_at is None:
             account.left_at, account.why, account.lost = now, why, lost
 
-    def name_of(self, node: int) -> str:
-        """What people call the node of this number."""
-        account = self._numbers.get(node)
-        return f"{node}" if account is None else account.name
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """The coordinator reads its input within."""
+        began = time.monotonic()
+        yield
+        self.reading_s += time.monotonic() - began
+
+    @contextlib.asynccontextmanager
+    async def keeping(self) -> AsyncIterator[None]:
+        """The coordinator keeps records within."""
+        began = time.monotonic()
+        yield
+        self.keeping_s += time.monotonic() - began
 
     def ended(self, now: float) -> None:
         """All units are kept, or the run is to stop: what nodes do from here on is not counted."""
@@ -354,6 +275,9 @@ class ClusterFigures:
             if now - at < SUM_S * len(accounts):
                 return found
         self._keep_pace(now, math.fsum(one.units for one in accounts))
+        finished = sum(one.total("done") for one in self.present)
+        if self.done_at is None and self._wanted is not None and finished >= self._wanted:
+            self.done_at = now
         total = merge_snapshots(one.snapshot() for one in accounts)
         device = dict(total.device)
         names = Counter(str(name) for one in accounts if (name := one.own_snapshot().device.get("name")))
@@ -387,6 +311,7 @@ class ClusterFigures:
         """Of the run, of which `done` units are kept, `before` of them by an earlier run. `facts` take the place of
         those of the nodes. Figures of steps come once.
         """
+        self._wanted = None if total is None else total - before
         accounts = list(self.accounts.values())
         counts: Counter[str] = Counter()
         for one in accounts:

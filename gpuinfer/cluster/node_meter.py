@@ -9,7 +9,7 @@ import msgspec
 
 from gpuinfer.api import Progress
 from gpuinfer.cluster.node_feed import NodeFeed
-from gpuinfer.cluster.node_figures import NodeReport, clock_share, core_use, packed
+from gpuinfer.cluster.node_report import NodeReport, clock_share, core_use, packed
 from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Snapshot
 

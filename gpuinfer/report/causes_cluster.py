@@ -19,6 +19,7 @@ from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.forecast import Gain, Verdict
 from gpuinfer.units import lasting
 
+LEAST_SHARE = 0.005  # of the time: less is not said
 Cost = tuple[float, Verdict]
 """The share of the nodes' time, and the cause."""
 
@@ -75,39 +76,43 @@ def _left_early(line: NodeLine) -> bool:
 
 
 def _waits(found: ClusterSection) -> Iterator[Cost]:
-    """Nodes wait for the coordinator or for the folder."""
-    time, coordinator, ranges = found["time"], found["coordinator"], found["ranges"]
-    full = coordinator["cpu_share"] >= thresholds.COORDINATOR_FULL
-    if full:
-        share = time["starved"] + time["records"]
-        why = (
-            f"The coordinator's loop was busy {coordinator['cpu_share']:.0%} of the time, and the nodes waited for it "
-            f"{share:.0%} of theirs, with {_ranges_a_second(found)}."
-        )
-        advice = "Give it larger ranges to divide, or a faster core of its own."
+    """Nodes wait for units, or for their records to be taken. What is busy all of the time is to blame, for either:
+    units and records pass through the coordinator one at a time.
+    """
+    time, coordinator, records = found["time"], found["coordinator"], found["records"]
+    share = time["starved"] + time["records"]
+    waited = f"The nodes waited {_what_for(found)} of their time"
+    if coordinator["cpu_share"] >= thresholds.COORDINATOR_FULL:
+        why = f"{waited}, and the coordinator's loop was busy {coordinator['cpu_share']:.0%} of it, with "
+        why += f"{_ranges_a_second(found)} of {found['ranges']['units_mean'] or 0:,.0f} {found['unit']}."
+        advice = "Give it a core of its own, or a faster one."
         yield share, Verdict("coordinator saturated", "idle", why, advice, None, _without(share))
         return
-    sending = f"a range took {lasting(found['records']['sending_s'] or 0.0)} to be taken"
-    if found["records"]["through_folder"] >= 0.5:
-        kind: VerdictClass = "waiting for the folder"
-        why = f"The nodes waited for the folder {time['records']:.0%} of their time: {sending}."
-        advice = "Use a faster folder, or one that the nodes do not see: records then come over the wire."
-    else:
-        kind = "waiting for the coordinator"
-        why = f"The nodes waited for the coordinator to take their records {time['records']:.0%} of their time: "
-        why += f"{sending}, and it was busy {coordinator['cpu_share']:.0%} of a core."
+    by_keeping = coordinator["keeping_share"] >= thresholds.COORDINATOR_BUSY
+    sending = f"a range took {lasting(records['sending_s'] or 0.0)} to be taken"
+    if by_keeping or (time["records"] >= time["starved"] and records["through_folder"] >= 0.5):
+        why = f"{waited}, and records were being written {coordinator['keeping_share']:.0%} of it: {sending}."
+        advice = "Name a faster folder for the output."
+        yield share, Verdict("waiting for the folder", "idle", why, advice, None, _without(share))
+        return
+    kind: VerdictClass = "waiting for the coordinator"
+    if coordinator["reading_share"] >= thresholds.COORDINATOR_BUSY:
+        why = f"{waited}, and the coordinator was reading its input {coordinator['reading_share']:.0%} of it."
+        advice = "Read the input from a faster disk."
+    elif time["records"] >= time["starved"]:
+        why = f"{waited}: {sending} over the wire, and it was busy {coordinator['cpu_share']:.0%} of a core."
         advice = "Name an output folder that all nodes see, so that they write their records themselves."
-    yield time["records"], Verdict(kind, "idle", why, advice, None, _without(time["records"]))
-    why = (
-        f"The nodes waited for units {time['starved']:.0%} of their time while there were some: the coordinator was "
-        f"busy {coordinator['cpu_share']:.0%} of a core, with {_ranges_a_second(found)} of "
-        f"{ranges['units_mean'] or 0:,.0f} {found['unit']}. It waited for its input, or the way to it is long."
-    )
-    advice = "Read the input from a faster disk, and run the coordinator near the nodes."
-    yield (
-        time["starved"],
-        Verdict("waiting for the coordinator", "idle", why, advice, None, _without(time["starved"])),
-    )
+    else:
+        idle = f"{coordinator['cpu_share']:.0%} of a core and read its input {coordinator['reading_share']:.0%} of it"
+        why = f"{waited}, although the coordinator used {idle}: the way to it is long, or it lacks a core."
+        advice = "Run the coordinator near the nodes, on a core of its own."
+    yield share, Verdict(kind, "idle", why, advice, None, _without(share))
+
+
+def _what_for(found: ClusterSection) -> str:
+    """For units, for their records to be taken, or for both, each with its share."""
+    shares = {"for units": found["time"]["starved"], "for their records to be taken": found["time"]["records"]}
+    return " and ".join(f"{what} {share:.0%}" for what, share in shares.items() if share >= LEAST_SHARE)
 
 
 def _ranges_a_second(found: ClusterSection) -> str:
@@ -181,6 +186,9 @@ def _why_slow(one: NodeLine, others: Sequence[NodeLine], on_cpu: bool) -> Iterat
     theirs = statistics.median(line["others_cores"] or 0.0 for line in others)
     if on_cpu and taken - theirs >= thresholds.TAKEN * one["cores"]:
         yield f"other programs have {taken:.1f} of its {one['cores']} cores"
+    batches = statistics.median(line["rows_mean"] or 0.0 for line in others)
+    if batches and (own_rows := one["rows_mean"] or 0.0) < thresholds.FEW_ROWS * batches:
+        yield f"its batches have {own_rows:,.0f} rows, and those of the others {batches:,.0f}: it has too few units"
     waited = statistics.median(line["waited_share"] for line in others)
     if one["waited_share"] - waited >= thresholds.WAITED_FOR_CORES:
         yield f"ready to run, its threads waited {one['waited_share']:.0%} of their time for a core"

@@ -1,12 +1,9 @@
 """How long a run over nodes would take with another number of them.
 
 A run of n nodes has a start that every node pays, work that is divided, and a tail in which few compute the last units:
-T(n) = start + work / n + tail, the law of Amdahl (1967) with what cannot be divided measured in seconds. Records pass
-through the coordinator and the folder, and no more a second than these can take: by the utilisation law a station
-that needs D seconds a range lets 1 / D ranges a second through. The coordinator's is what it ran on a core; the
-folder's follows from how long a range took to send, R, and how many came a second, X: in a queue with random arrivals
-R = D / (1 - X D) (Lazowska, Zahorjan, Graham and Sevcik, "Quantitative System Performance", 1984, chapter 6), so
-D = R / (1 + X R).
+T(n) = start + work / n + tail, the law of Amdahl (1967) with what cannot be divided measured in seconds. All units and
+all records pass through the coordinator, one at a time, and so through its input and its folder: by the utilisation law
+(Denning and Buzen, 1978) none of these can take less time for all of them than it was busy with them.
 """
 
 from __future__ import annotations
@@ -47,18 +44,17 @@ class ClusterForecast:
         start_s, tail_s = min(statistics.median(starts), time["starting"] * wall_s), found["tail_cost_s"]
         waits_s = gone_s + time["starting"] * wall_s - start_s  # of nodes that start slower than most
         each_s = max(0.0, wall_s - start_s - tail_s - starved_s - with_records_s - waits_s)
-        sending_s = found["records"]["sending_s"] or 0.0
-        count = found["ranges"]["count"]
-        records_s, input_s = count * sending_s / (1 + count / wall_s * sending_s), 0.0
+        coordinator = found["coordinator"]
+        records_s, input_s = coordinator["keeping_share"] * wall_s, coordinator["reading_share"] * wall_s
         if time["records"] >= thresholds.NOTICED:
             records_s = max(records_s, each_s + with_records_s)
         else:
             waits_s += with_records_s
         if time["starved"] >= thresholds.NOTICED:
-            input_s = each_s + starved_s
+            input_s = max(input_s, each_s + starved_s)
         else:
             waits_s += starved_s
-        coordinator_s = found["coordinator"]["cpu_share"] * wall_s
+        coordinator_s = coordinator["cpu_share"] * wall_s
         return cls(start_s, each_s * nodes, tail_s, waits_s, coordinator_s, records_s, input_s)
 
     @property

@@ -321,6 +321,10 @@ class RecordsSection(TypedDict):
 class CoordinatorLine(TypedDict):
     host: str
     cpu_share: Annotated[Amount, about("of one core, that its loop has run on since the first node joined")]
+    reading_share: Annotated[Share, about("of the time, in which it read the input")]
+    keeping_share: Annotated[
+        Share, about("of the time, in which it wrote records, or took files that nodes had written")
+    ]
 
 
 class TwiceSection(TypedDict):

@@ -8,7 +8,8 @@ import msgspec
 
 from gpuinfer.api import Roofline, Setup
 from gpuinfer.cluster.cluster_section import state_of
-from gpuinfer.cluster.node_figures import ClusterFigures, CoreUse, NodeMachine, NodeReport, RangeFigures, packed
+from gpuinfer.cluster.node_figures import ClusterFigures, RangeFigures
+from gpuinfer.cluster.node_report import CoreUse, NodeMachine, NodeReport, packed
 from gpuinfer.report.cluster_state import ClusterState
 from gpuinfer.report.report import Run, build
 from gpuinfer.stats import Histogram, Snapshot
@@ -73,14 +74,22 @@ class MadeUpNode:
 
 class MadeUpRun:
     """Nodes from the beginning to `end_s`; of many a report every ten seconds is enough. `coordinator`: the share of a
-    core that the coordinator has used.
+    core that the coordinator has used. `keeping`: the share of the time in which it wrote records.
     """
 
-    def __init__(self, *nodes: MadeUpNode, end_s: float = 100.0, coordinator: float = 0.02, range_s: float = 10.0):
+    def __init__(
+        self,
+        *nodes: MadeUpNode,
+        end_s: float = 100.0,
+        coordinator: float = 0.02,
+        range_s: float = 10.0,
+        keeping: float = 0.0,
+    ):
         self.now = 0.0
         self.figures = ClusterFigures(0.0, cpu_clock=lambda: coordinator * self.now)
         self.figures.unit = "games"
         self.figures.count_ranges = self._ranges
+        self._keeping = keeping
         self.end_s, self._nodes, self._range_s = end_s, nodes, range_s
         for number, node in enumerate(nodes):
             machine = NodeMachine(host=node.host or f"host{number}", cores=node.cores, cpu=node.cpu, cpus=node.cpus)
@@ -110,6 +119,7 @@ class MadeUpRun:
 
     def finished(self) -> ClusterState:
         self.go_on()
+        self.figures.keeping_s = self._keeping * self.now
         self.figures.ended(self.now)
         return self.state()
 

@@ -34,8 +34,11 @@ class NumbersDivision(NumberedDivision):
 
     unit = "numbers"
 
-    def __init__(self, total: int, out: Path, shared: bool = True, full_at: int | None = None) -> None:
+    def __init__(
+        self, total: int, out: Path, shared: bool = True, full_at: int | None = None, keep_s: float = 0.0
+    ) -> None:
         super().__init__(total)
+        self._keep_s = keep_s
         self.out, self._shared, self._full_at = out, shared, full_at
         self.kept: list[Interval] = []
         self.ways: list[str] = []  # how each came
@@ -61,6 +64,7 @@ class NumbersDivision(NumberedDivision):
     async def keep(self, work: WorkRange, records: bytes | Path) -> None:
         if len(self.kept) == self._full_at:
             raise WorkError("the disk is full. Free some space, then run again with --resume.")
+        await asyncio.sleep(self._keep_s)
         place = self.out / f"{work.start:09d}-{work.stop:09d}.part"
         self.ways.append("wire" if isinstance(records, bytes) else "folder")
         part = place.with_suffix(".tmp")
@@ -87,6 +91,7 @@ class Numbers(Workload):
         fails_on: str = Field("", description="a node whose number is here fails")
         out: Path = Field(Path("numbers"), description="folder")
         resume: bool = Field(False, description="go on")
+        keep_s: float = Field(0.0, description="that the folder needs for a range")
         shared: bool = Field(True, description="whether nodes may write to the folder")
 
     goes_on_by, writes_to = ("resume",), ("out",)
@@ -96,7 +101,8 @@ class Numbers(Workload):
         return False
 
     def division(self) -> NumbersDivision:
-        return NumbersDivision(self.options.total, self.options.out, self.options.shared)
+        own = self.options
+        return NumbersDivision(own.total, own.out, own.shared, keep_s=own.keep_s)
 
     def deciding(self, arithmetic: str) -> Mapping[str, Any]:
         return {"multiplied_by": self.options.multiplied_by}

@@ -13,8 +13,9 @@ from gpuinfer.api import Setup
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.coordinator import Coordinator
 from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
-from gpuinfer.cluster.node_figures import ClusterFigures, NodeMachine, NodeReport
+from gpuinfer.cluster.node_figures import ClusterFigures
 from gpuinfer.cluster.node_processes import NodesPlan
+from gpuinfer.cluster.node_report import NodeMachine, NodeReport
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.http.client import HttpClient, error_words

@@ -8,7 +8,8 @@ import pytest
 from cluster.made_up_nodes import ROWS, MadeUpNode, MadeUpRun
 from gpuinfer.api import Roofline
 from gpuinfer.cluster.cluster_section import TIMES
-from gpuinfer.cluster.node_figures import ClusterFigures, NodeMachine, NodeReport, merge_facts, packed
+from gpuinfer.cluster.node_figures import ClusterFigures, merge_facts
+from gpuinfer.cluster.node_report import NodeMachine, NodeReport, packed
 from gpuinfer.report.report import time_s
 from gpuinfer.stats import Snapshot, merge_snapshots
 
@@ -118,6 +119,15 @@ def test_each_moment_of_a_node_is_spent_in_one_way(node, expected):
     found = MadeUpRun(node, end_s=100.0).finished().section["time"]
     assert sum(found.values()) == pytest.approx(1.0)
     assert found == pytest.approx({**dict.fromkeys(TIMES, 0.0), **expected}, abs=0.025)
+
+
+def test_what_is_waited_for_records_once_all_units_are_done_is_no_tail():
+    run = MadeUpRun(MadeUpNode(idle_from=50.0), MadeUpNode(idle_from=60.0), end_s=100.0)
+    run.figures.progress(0, total=110, unit="games")
+    found = run.finished().section
+    assert found["time"]["records"] == pytest.approx(0.4, abs=0.02)
+    assert found["time"]["tail"] == pytest.approx(0.05, abs=0.02)
+    assert found["tail_s"] == pytest.approx(10.0, abs=1.0)
 
 
 def test_the_tail_costs_what_the_run_would_have_been_shorter():

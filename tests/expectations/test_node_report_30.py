@@ -25,7 +25,7 @@ from gpuinfer.api import Progress, Setup
 from gpuinfer.cli.screen import display
 from gpuinfer.cli.screen.live_view import ViewLines
 from gpuinfer.cluster.cluster_backend import ClusterBackend
-from gpuinfer.cluster.node_figures import NodeReport
+from gpuinfer.cluster.node_report import NodeReport
 from gpuinfer.config import registry
 from gpuinfer.report.report import schema
 from gpuinfer.runtime.run import RunUpdate, execute
@@ -189,15 +189,15 @@ def test_a_report_without_nodes_has_no_such_section():
     [
         pytest.param(
             MadeUpRun(*(MadeUpNode(with_records=0.3, sending_s=2.0, through_folder=True) for _ in range(4))),
-            "waiting for the folder", "The nodes waited for the folder 30% of their time", id="a slow folder",
+            "waiting for the folder", "for their records to be taken 30% of their time, and", id="a slow folder",
         ),
         pytest.param(
             MadeUpRun(*(MadeUpNode(with_records=0.3) for _ in range(4))),
-            "waiting for the coordinator", "to take their records 30% of their time", id="records over a slow wire",
+            "waiting for the coordinator", "a range took 10 ms to be taken over the wire", id="a slow wire",
         ),
         pytest.param(
             MadeUpRun(*(MadeUpNode(starved=0.4) for _ in range(4)), coordinator=0.96),
-            "coordinator saturated", "busy 96% of the time", id="a coordinator at its end",
+            "coordinator saturated", "loop was busy 96% of it", id="a coordinator at its end",
         ),
         pytest.param(
             MadeUpRun(*(MadeUpNode() for _ in range(5)), MadeUpNode(speed=0.4, others=2.4), MadeUpNode()),
@@ -352,3 +352,10 @@ def test_far_too_many_real_nodes_are_called_so(numbers):
     report = numbers("--total", 24, "--seconds", 0.2, "--parallel", 1, nodes=4)
     assert report["bottleneck"]["class"] in ("too many nodes", "ranges too large"), report["bottleneck"]
     assert report["bottleneck"]["change"]["value"] < 4
+
+
+@pytest.mark.system
+def test_a_real_folder_that_is_slow_is_named(numbers):
+    report = numbers("--total", 600, "--seconds", 0.005, "--keep-s", 1.5)
+    assert report["bottleneck"]["class"] == "waiting for the folder", report["bottleneck"]
+    assert report["cluster"]["coordinator"]["keeping_share"] > 0.5

@@ -35,7 +35,10 @@ def a_cluster(nodes: list[dict[str, Any]], time: dict[str, float], **given: Any)
         "tail_cost_s": 0.0, "twice": None, "time": {**TIME, **time, "working": 1 - sum(time.values())},
         "ranges": {**RANGES, **given.pop("ranges", {})},
         "records": {"bytes": 1000.0, "through_folder": 0.0, "sending_s": 0.01, **given.pop("records", {})},
-        "coordinator": {"host": "host", "cpu_share": given.pop("coordinator", 0.01)},
+        "coordinator": {
+            "host": "host", "cpu_share": 0.01, "reading_share": 0.0, "keeping_share": 0.0,
+            **given.pop("coordinator", {}),
+        },
     }  # fmt: skip
     return usual | given
 

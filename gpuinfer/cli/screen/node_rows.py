@@ -12,6 +12,7 @@ from gpuinfer.units import lasting, number, short, whole
 
 PANEL_NODES = 8  # lines of nodes in the final panel
 SLOW = 0.9  # of the others: slower, and the slowest is named
+MOST_SPEED = 9.99  # of the others, that is shown
 LEAST_SHARE = 0.005
 GONE = ("lost", "left")
 TROUBLED = ("lost", "silent")
@@ -76,7 +77,7 @@ def _cells(line: Mapping[str, Any], found: Mapping[str, Any], wide: bool) -> lis
         line["state"],
         whole(line["units"]),
         _rate(line, found),
-        "" if relative is None else f"{relative:.2f}",
+        "" if relative is None else f"{min(relative, MOST_SPEED):.2f}",
         f"{line['starved_share'] + line['records_share']:.0%}",
     ]
     if wide:
@@ -160,7 +161,7 @@ def node_panel_rows(found: Mapping[str, Any] | None) -> Iterator[PanelRow]:
 def _in_words(line: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     rate = _rate(line, found)
     parts = [f"{whole(line['units'])} {found['unit']}, {rate}{_rate_word(found)}"]
-    if line["relative"] is not None:
+    if line["relative"] is not None and line["relative"] < SLOW:
         parts.append(f"{line['relative']:.2f} of the others")
     waited = [("for units", line["starved_share"]), ("with records", line["records_share"])]
     parts += [f"waited {share:.0%} {what}" for what, share in waited if share >= LEAST_SHARE]
