@@ -11,26 +11,21 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import children
 from gpuinfer.host.extras import require_extra
-from gpuinfer.launchers import base, local
+from gpuinfer.launchers import base, carried_process
 from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
+from gpuinfer.launchers.carried_process import CarriedProcess, ProcessOrder
 
-READY = "ready.json"
 CHUNK = 256 << 10  # bytes of log that travel at once
 
 
@@ -38,67 +33,36 @@ class RayActor:
     """One process's. All methods come back at once, but `end`, which waits for the system for a moment."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-ray-"))  # 0700
-        self._process: subprocess.Popen[bytes] | None = None
+        self._carried = CarriedProcess()
+        self._log = self._carried.folder / "log"
 
-    def start(
-        self,
-        command: Sequence[str],
-        arguments: Sequence[str],
-        files: Mapping[str, bytes],
-        ready: str,
-        threads: int | None,
-        serves: bool = True,
-        host: str | None = None,
-    ) -> int:
-        """The process id. `files`: what lies at the paths that the arguments name, which lies elsewhere here.
-
-        `ready` is where the arguments want the ready file. One that `serves` listens at `host`, by default at this
-        node's address.
-        """
-        places = {ready: str(self._folder / READY)}
-        for number, (path, contents) in enumerate(files.items()):
-            places[path] = str(self._folder / f"file-{number}")
-            with os.fdopen(os.open(places[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(contents)
-        if serves and host is None:
+    def start(self, order: ProcessOrder, host: str | None = None) -> int:
+        """The process id. One that serves listens at `host`, by default at this node's address."""
+        if order.ready is not None and host is None:
             import ray
 
             util: Any = ray.util
             host = str(util.get_node_ip_address())  # as the other nodes know this one
-        words = [*(command or local.COMMAND), *(places.get(word, word) for word in arguments)]
-        if serves and host is not None:
-            words += ["--host", host]
-        given = local.process_environment(os.environ, threads)
-        if threads is not None:
-            given |= dict.fromkeys(children.THREAD_COUNTS, str(threads))  # Ray sets 1 there, whatever was asked for
-        with (self._folder / "log").open("ab") as log:
-            self._process = local.start_process(words, log.fileno(), given)
-        return self._process.pid
+        with self._log.open("ab") as log:
+            return self._carried.start(order, log.fileno(), host)
 
     def poll(self, after: int) -> dict[str, Any]:
         """Whether it runs, its address once it serves, and its log from this byte on."""
-        process = self._process
-        code = None if process is None else process.poll()
-        with (self._folder / "log").open("rb") as log:
+        code = self._carried.code
+        with self._log.open("rb") as log:
             log.seek(after)
-            said = log.read(CHUNK)
-        address = base.read_ready_file(self._folder / READY)
-        told = None if address is None else [address.host, address.port]
-        return {"alive": process is not None and code is None, "code": code, "log": said, "address": told}
+            more = log.read(CHUNK)
+        address = self._carried.address
+        where = None if address is None else [address.host, address.port]
+        return {"alive": self._carried.started and code is None, "code": code, "log": more, "address": where}
 
     def terminate(self) -> None:
         """Ask it to finish what is under way and leave."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._carried.terminate()
 
     def end(self) -> None:
         """Now, with all that it has started."""
-        if self._process is not None:
-            children.kill_program(self._process)
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._carried.end()
 
 
 log = logging.getLogger(__name__)
@@ -158,7 +122,6 @@ class RayLauncher(Launcher):
                     for number in (signal.SIGTERM, signal.SIGINT):
                         if (handler := signal.getsignal(number)) is not None:
                             signal.signal(number, handler)
-        files = {str(path): path.read_bytes() for path in plan.files}
         gpus = self.options.gpus
         if gpus is None:
             gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
@@ -168,7 +131,7 @@ class RayLauncher(Launcher):
             wanted["scheduling_strategy"] = "SPREAD"
         placed = self._ray.remote(RayActor).options(**wanted).remote()  # Ray finds a place for it
         actor = RayProcess(plan, self._ray, placed, self.options.pending)
-        actor.begin(self._command, files)
+        actor.begin(carried_process.order_of(plan, command=self._command))
         self._launched.add(actor)
         return actor
 
@@ -222,10 +185,8 @@ class RayProcess(LaunchedProcess):
         self._address: tuple[str, int] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, command: Sequence[str], files: dict[str, bytes]) -> None:
-        plan = self.plan
-        order = (command, plan.arguments, files, str(plan.ready_file), plan.threads, plan.serves)
-        self._task = asyncio.create_task(self._follow(self._handle.start.remote(*order)))
+    def begin(self, order: ProcessOrder) -> None:
+        self._task = asyncio.create_task(self._follow(self._handle.start.remote(order)))
 
     async def _follow(self, starting: Any) -> None:
         """Until it has ended: learn how it is, and bring its log here."""

@@ -105,7 +105,7 @@ def acme(empty_folder, tmp_path, monkeypatch) -> Iterator[Path]:
 
 def test_a_launcher_of_a_third_party_is_found_completed_listed_and_switched_off_like_ours(acme, gpuinfer, monkeypatch):
     ours = {"local", "ssh", "slurm", "ray"}
-    assert {*ours, "acme"} == set(registry.names("launchers"))
+    assert {*ours, "acme"} <= set(registry.names("launchers"))
     assert {one.distribution for one in registry.listing("launchers") if one.name in ours} == {"gpuinfer"}
     made = make_launcher("acme", {"queue": GivenValue("long", "-L queue")})
     assert (type(made).__name__, made.options.queue) == ("Here", "long")
@@ -457,3 +457,35 @@ def test_a_new_launcher_is_written_with_a_package_that_keeps_the_contract(acme, 
     finally:
         for name in [one for one in sys.modules if one.startswith("gpuinfer_gentle")]:
             del sys.modules[name]
+
+
+# A run on hosts
+
+
+@ssh
+@limit
+def test_a_run_on_nodes_by_ssh_through_a_tunnel_writes_the_bytes_of_one_machine(there, tmp_path):
+    words = [
+        "selfplay",
+        "--model",
+        "rollout",
+        "--game",
+        "blob",
+        "--games",
+        "60",
+        "--seed",
+        "3",
+        "--quiet",
+        "--no-roofline",
+    ]
+    nodes = ["--launcher", "ssh", *there.flags, "-L", "slots=2", "-L", "nodes=2", "-L", "tunnel=true"]
+    for place, flags in (("one", ["--workers", "1"]), ("nodes", nodes)):
+        command = [sys.executable, "-m", "gpuinfer", *words, *flags, "--out", str(tmp_path / place)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+    records = [
+        {path.name: path.read_bytes() for path in (tmp_path / place).glob("*.npz")} for place in ("one", "nodes")
+    ]
+    assert records[0]
+    assert records[0] == records[1]
+    until_served(lambda: not there.sessions(), lambda: str(there.sessions()))

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 from plans import COMMAND, SECONDS, plan
 
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import machine
-from gpuinfer.launchers import base, slurm
+from gpuinfer.launchers import base, carried_process, slurm
 from gpuinfer.launchers.local import LocalLauncher
 from gpuinfer.launchers.ray import RayActor
 from gpuinfer.launchers.slurm import SlurmLauncher
@@ -115,11 +116,10 @@ def polled(actor: RayActor, condition) -> dict:
 
 
 def started(actor: RayActor, folder, *words: str) -> int:
-    made = plan(folder, *words)
     setup, key = str(folder / "setup.json"), str(folder / "key")
-    arguments = ("--setup-file", setup, *made.arguments)
-    files = {setup: b"{}", key: b"secret\n"}
-    return actor.start(COMMAND, arguments, files, str(made.ready_file), 1, host="127.0.0.1")
+    order = carried_process.order_of(plan(folder, *words), files={setup: b"{}", key: b"secret\n"}, command=COMMAND)
+    order = msgspec.structs.replace(order, arguments=("--setup-file", setup, *order.arguments))
+    return actor.start(order, host="127.0.0.1")
 
 
 def test_an_actor_brings_its_replicas_files_runs_it_and_tells_of_it(actor, tmp_path):
