@@ -29,6 +29,7 @@ NODES = 3
 ROUND_S = 600.0  # for a round, however busy the host is
 LEFT_S = 300.0  # for what belongs to a killed coordinator to notice it
 DELAYS = (1.0, 9.0)  # seconds before the first deed, and between two
+AGAIN_S = 1.0  # until a deed is tried again that found nothing to befall
 DOWN_S = (1.0, 30.0)  # for which a machine that was lost is away
 GAME = ("--game", "blob", "--model", "uniform", "--workers", "1", "--simulations")
 COMMAND = (sys.executable, "-m", "gpuinfer")
@@ -69,7 +70,12 @@ class Place(ABC):
                 self.start(machine)
 
     def left(self) -> list[psutil.Process]:
+        """All processes of gpuinfer on all machines."""
         return [one for machine in self.machines for one in self.processes(machine)]
+
+    def waiting(self) -> list[str]:
+        """What has been ordered there and not begun."""
+        return []
 
     def _kill_process(self, rng: random.Random) -> bool:
         found = [one for one in self.left() if "node" in _words(one)]
@@ -93,6 +99,14 @@ class SlurmPlace(Place):
         self.flags = ("--launcher", "slurm", "-L", f"nodes={NODES}", "-L", "cpus=1", "-L", f"folder={folder}/shared")
         self.deeds["kill -9 of a slurmd"] = self._kill_daemon
         self.deeds["a machine is lost"] = self._kill_machine
+        self.deeds["a job is requeued"] = lambda rng: self._to_a_job(rng, "scontrol", "requeue")
+        self.deeds["a job is asked to leave"] = lambda rng: self._to_a_job(rng, "scancel", "--signal=TERM")
+
+    def _to_a_job(self, rng: random.Random, *command: str) -> bool:
+        running = slurm_here.run("squeue", "--noheader", "--states=RUNNING", "--format=%i").split()
+        if running:
+            slurm_here.run(*command, rng.choice(running))
+        return bool(running)
 
     @property
     def machines(self) -> Sequence[str]:
@@ -103,6 +117,9 @@ class SlurmPlace(Place):
 
     def start(self, machine: str) -> None:
         self._slurm.start_node(machine)
+
+    def waiting(self) -> list[str]:
+        return [f"job {number}" for number in self._slurm.jobs()]
 
     def mend(self, all_of_them: bool = False) -> None:
         super().mend(all_of_them)
@@ -256,10 +273,10 @@ class Player:
                 raise AssertionError(f"it ended with {code}: {self._last_words()}")
             self._place.mend()
             if planned and time.monotonic() > next_s:
-                name = planned.pop()
-                if deeds[name](self._rng):
-                    self._round.deeds.append((time.monotonic() - self._began, name))
-                next_s = time.monotonic() + self._rng.uniform(*DELAYS)
+                next_s = time.monotonic() + AGAIN_S
+                if deeds[planned[-1]](self._rng):
+                    self._round.deeds.append((time.monotonic() - self._began, planned.pop()))
+                    next_s += self._rng.uniform(*DELAYS)
             time.sleep(0.05)
 
     def _start(self, *more: str) -> None:
@@ -285,12 +302,13 @@ class Player:
             self._process.wait(60)
         self._place.mend(all_of_them=True)
         until = time.monotonic() + LEFT_S
-        while left := self._place.left():
+        while (left := self._place.left()) or self._place.waiting():
             if time.monotonic() > until:
-                words = "; ".join(" ".join(_words(one)[-8:]) for one in left)
-                self._round.failure = self._round.failure or f"processes are left: {words}"
+                words = "; ".join([*(" ".join(_words(one)[-8:]) for one in left), *self._place.waiting()])
+                self._round.failure = self._round.failure or f"that is left: {words}"
                 for process in left:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
                 return
+            self._place.mend()
             time.sleep(0.2)
