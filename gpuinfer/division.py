@@ -71,6 +71,7 @@ class Division(ABC):
     """The coordinator's side of a divided run. All methods but `open` are called after it, one at a time."""
 
     unit: ClassVar[str] = "rows"  # many of them, for people
+    first: int = 0  # the lowest number of its units: of a part of a longer run it is set before `open`
     least: int = 1  # units that a range should have, where so many are left: fewer cost more than they bring
     arithmetic: str = ""  # `Backend.arithmetic` of the run's backend; set before `open`
 
@@ -92,6 +93,17 @@ class Division(ABC):
         where all bytes come over the wire.
         """
         return None
+
+    @property
+    def open_until(self) -> int | None:
+        """Units from this one on cannot be read yet, such as games of weights that are being trained; None: all can.
+        Where it grows, `Coordinator.look_again` is called.
+        """
+        return None
+
+    def weights(self, version: str) -> Path:
+        """The file of the weights of this version, which ranges name. Raises `UsageError` where there are none."""
+        raise UsageError(f"this run has no weights of version '{version}'. Let both ends run one version of gpuinfer.")
 
     @property
     def deadline_s(self) -> float:

@@ -263,10 +263,12 @@ class Central(CentralRemote):
 
     @property
     def updates(self) -> bool:
-        return self._link is not None
+        return self._server is not None
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
-        """Of a text model, in the server process. One that is brought back is told it again."""
+        """In the server process, for all its clients. One that is brought back begins with them. Of rows, batches under
+        way are finished with the old weights.
+        """
         if self._server is None or not self.updates:
             await super().update(version, weights, adapter=adapter, drain=drain)
             return

@@ -323,11 +323,20 @@ class InProcess(Backend):
 
     @property
     def updates(self) -> bool:
-        return self._text is not None
+        return self._text is not None or self._opened is not None
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
-        """Of a text model: applied between two steps."""
-        if self._text is None:
+        """Of a text model: applied between two steps. Of rows: batches under way are finished with the old weights."""
+        if self._opened is not None and adapter is None:
+            from gpuinfer.models.open_model import open_with_weights
+
+            change = partial(open_with_weights, self._opened, weights, self.setup, self.options)
+            opening, in_context = ThreadPoolExecutor(1, "gpuinfer-open"), contextvars.copy_context().run
+            try:
+                self._opened = await asyncio.get_running_loop().run_in_executor(opening, in_context, change)
+            finally:
+                opening.shutdown(wait=False)
+        elif self._text is None:
             await super().update(version, weights, adapter=adapter, drain=drain)
         elif adapter is not None:
             await self._text.load_adapter(adapter, version, weights)

@@ -57,7 +57,21 @@ class BatchRunner:
     def __init__(self, opened: Opened) -> None:
         self.pin = opened.pin
         self._checked = opened.spec.layout is not None  # the forward itself checks answers, where that is wanted
-        self._forward, self._write, self._layout = opened.forward, opened.write, opened.answer
+        self._opened, self._layout = opened, opened.answer
+
+    @property
+    def opened(self) -> Opened:
+        """The model that answers the next batch."""
+        return self._opened
+
+    def take_over(self, opened: Opened) -> None:
+        """Have this model, which is the same with other weights, answer what comes; batches under way are finished by
+        the one before.
+        """
+        self._opened = opened
+
+    def device(self) -> Mapping[str, Any]:
+        return self._opened.device()
 
     def answer(self, batch: Sequence[RequestRows]) -> ServedBatch:
         """Write each answer beside its rows.
@@ -65,18 +79,19 @@ class BatchRunner:
         A batch that the model raises on is run again one by one: the request with the row that it cannot take fails
         alone.
         """
+        opened = self._opened  # read once: another may take its place meanwhile
         try:
             # a client that is gone is answered like the others: its memory stays where it is until the batch is over,
             # and no line of the same client has it before (`ClientAcceptor`)
             blocks = [ask.block.rows[: ask.rows] for ask in batch]
-            if self._write is not None:
-                sound = self._write(blocks, [[part[: ask.rows] for part in ask.block.answers] for ask in batch])
+            if opened.write is not None:
+                sound = opened.write(blocks, [[part[: ask.rows] for part in ask.block.answers] for ask in batch])
                 errors = [
                     None if fine else self._fault(ask, ask.block.answer(ask.rows, copied=False))
                     for ask, fine in zip(batch, sound, strict=True)
                 ]
                 return ServedBatch(errors)
-            results = self._forward(blocks)
+            results = opened.forward(blocks)
             first = next((one for one in results if not isinstance(one, GpuinferError)), None)
             # else one odd row has made all answers odd
             if len(batch) == 1 or first is None or not unlike(first, self._layout):

@@ -9,9 +9,9 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +126,8 @@ def _open(order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
     if spec.kind != "text":
         from gpuinfer.models.open_model import open_on_devices
 
+        if order.changes:  # since its first start
+            spec = replace(spec, weights=order.changes[-1].weights)
         opened = open_on_devices(spec, order.setup, order.options, order.roofline)
         if odd := next((one for one in opened.answer.dtypes if one not in ANSWER_DTYPES), None):
             raise UsageError(
@@ -135,7 +137,7 @@ def _open(order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
         form, recorder = BlockForm(spec, opened.answer), Recorder.of(order.setup, opened.limits, name)
         answerer, common["recorder"] = BatchRunner(opened), recorder
         rows = RowServer(answerer, form, opened.limits, strategy, listener, order.token, pulse, **common)
-        return rows, opened, recorder
+        return rows, answerer, recorder
     from gpuinfer.central.text_server import OwnTextBackend, TextServer
 
     backend: Backend
@@ -148,6 +150,25 @@ def _open(order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
     for change in order.changes:
         server.change(change).result()
     return server, backend, recorder
+
+
+def _change_weights(change: WeightsChange, answerer: BatchRunner, order: ServerStart) -> Sequence[str]:
+    """Of a model of rows: load it with the other weights, and have it answer. Raises `UsageError`."""
+    from gpuinfer.models.open_model import open_with_weights
+
+    if change.weights is None or change.adapter is not None:
+        raise UsageError(f"a model of rows has no adapter '{change.adapter}'. Give other weights of the whole model.")
+    answerer.take_over(open_with_weights(answerer.opened, change.weights, order.setup, order.options, order.roofline))
+    return ()
+
+
+def _started(work: Callable[[], Sequence[str]]) -> Future[Sequence[str]]:
+    """`work` in a thread of its own, which ends with it."""
+    executor = ThreadPoolExecutor(1, "gpuinfer-weights")
+    try:
+        return executor.submit(work)
+    finally:
+        executor.shutdown(wait=False)
 
 
 def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: ServerStart) -> None:
@@ -190,12 +211,11 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
             continue
         wanted = owner.receive()
         if "change" in wanted:
+            change = WeightsChange(**wanted["change"])
             if isinstance(server, RowServer):
-                changed: Future[Sequence[str]] = Future()
-                changed.set_exception(UsageError("a model of rows keeps its weights. End the run, and start another."))
+                pending[wanted["number"]] = _started(partial(_change_weights, change, opened, order))
             else:
-                changed = server.change(WeightsChange(**wanted["change"]))
-            pending[wanted["number"]] = changed
+                pending[wanted["number"]] = server.change(change)
             continue
         if closing := "close" in wanted:
             server.close(DRAIN_S)

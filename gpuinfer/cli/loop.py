@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import ModelSpec, Setup, Workload
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.config import blame, registry
@@ -24,12 +24,29 @@ from gpuinfer.units import duration, left_until, number, whole
 
 if TYPE_CHECKING:
     from gpuinfer.config.settings import Settings
+    from gpuinfer.division import Division
+    from gpuinfer.lab.loop.cluster_games import ClusterGames
     from gpuinfer.lab.loop.loop_runner import LoopPlan, LoopStep, Report
     from gpuinfer.runtime.tracking import Tracking
 
 NAME = "loop"
 GATE_GAMES = 100  # unless somebody says how many
-COMMON = ("device", "dtype", "seed", "json", "track", "quiet", "verbose", "config")
+COMMON = (
+    "device",
+    "dtype",
+    "seed",
+    "json",
+    "track",
+    "quiet",
+    "verbose",
+    "config",
+    "backend",
+    "backend_options",
+    "launcher",
+    "launcher_options",
+    "nodes_min",
+    "deadline",
+)
 GAME = (
     "players",
     "cards",
@@ -39,13 +56,24 @@ GAME = (
 )  # that self-play gives to the game, where they are given
 OF_GAMES = ("simulations", "resign", "resign_check")  # what self-play may refuse
 PLAY = (*GAME, "simulations", "exploration", "determinizations", "workers")
-NO_PART = ("iterations", "evaluate_every", "workers", "out", "resume", "fail_under")  # of what a loop's folder holds
+STALENESS = 1  # versions, of --asynchronous, unless somebody says how many
+NO_PART = (
+    "asynchronous",
+    "max_staleness",
+    "iterations",
+    "evaluate_every",
+    "workers",
+    "out",
+    "resume",
+    "fail_under",
+)  # of what a loop's folder holds
 
 TEXT = """Let a network learn from its own games: self-play, training, self-play, and how strong it has become.
 
 Each iteration plays `--games` games with the newest weights, and trains on those of the last `--window` iterations.
 At the end (and after each so many iterations, `--evaluate-every`) it plays against the first generation.
 With `--gate 0.55` a new network plays only once it has won that share of games against the one that plays.
+With `--launcher NAME -L nodes=8 --backend central` nodes play the games, and stay up from iteration to iteration.
 
 `--resume` goes on where it was, whatever has ended it.
 """
@@ -92,6 +120,15 @@ class LoopOptions(api.Options):
         None, ge=0, le=1, description="score at which a new network becomes the one that plays, as 0.55 [any]"
     )
     gate_games: int | None = Field(None, ge=2, description="of a new network against the one that plays [100]")
+    asynchronous: bool = Field(
+        False, description="with --launcher: nodes play on while the network is trained, with weights a little older"
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=1,
+        le=999,
+        description="with --asynchronous: iterations by which weights may be older [1]",
+    )
     fail_under: float | None = Field(None, ge=0, le=1, description="exit with 4 when the last score is lower, as 0.75")
     out: Path | None = Field(None, description="the folder for all of it")
     resume: bool = Field(False, description="go on with what is in --out")
@@ -117,7 +154,8 @@ def execute(values: Mapping[str, Any]) -> int:
     spec, sources = _network(options, common.seed)
     if "," in str(options.out):
         raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")
-    plan = _plan(options, options.out, merged)
+    plan = _plan(options, options.out, merged, values.get("backend_options") or [])
+    nodes = _nodes(options, plan, merged)
     _refuse_what_training_refuses(plan, spec, merged)
     settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
     tracking = open_tracking(NAME, common, {NAME: settings, **common.model_dump(include={"device", "dtype", "seed"})})
@@ -133,7 +171,7 @@ def execute(values: Mapping[str, Any]) -> int:
         write_weights(spec, common.seed, first)
     ended, error = "failed", None
     try:
-        ended = _follow(plan, common.verbose > 0, common.quiet, tracking)
+        ended = _follow(plan, common.verbose > 0, common.quiet, tracking, nodes)
     except (UsageError, WorkError) as caught:
         error = caught
     finally:
@@ -151,6 +189,8 @@ def execute(values: Mapping[str, Any]) -> int:
 
         page, title = loop_summary.loop_page(document, {}), f"loop · {options.game} · {options.model}"
         notes = [("strength", page.verdict), *loop_summary.strength_lines(document)]
+        if document["staleness"]:
+            notes += [("weights older", f"{loop_summary.staleness_words(document['staleness'])} iterations")]
         notes += [("weights", document["weights"])] if document["weights"] else []
         notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
         show_page(replace(page, notes=notes), title, on_stderr=destination.stdout)
@@ -194,7 +234,10 @@ def _refuse_what_training_refuses(plan: LoopPlan, spec: ModelSpec, merged: Setti
         )
     given = {"records": [str(plan.folder)], "out": plan.folder, "steps": plan.training_steps, "config": merged.file}
     given |= {name: getattr(plan, name) for name in ("model", "batch_size", "learning_rate")}
-    settings = merge("train", {**given, "device": _one_of(merged.common.devices), "dtype": merged.common.dtype})
+    settings = merge(
+        "train",
+        {**given, "backend": "inprocess", "device": _one_of(merged.common.devices), "dtype": merged.common.dtype},
+    )
     workload = registry.load("workloads", "train")
     blame.make(workload, Setup(seed=plan.seed), settings.options("workloads", "train", workload))
     served("train", replace(setup_of(settings.common), model=replace(spec, kind="gradients")), settings)
@@ -205,14 +248,63 @@ def _one_of(devices: Sequence[str]) -> str:
     return next((one for one in devices if one != "all"), "auto")
 
 
-def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
+def _nodes(options: LoopOptions, plan: LoopPlan, merged: Settings) -> ClusterGames | None:
+    """What plays the games on nodes; None where our own commands do. Raises `UsageError` for what cannot be."""
+    common = merged.common
+    if options.max_staleness is not None and not options.asynchronous:
+        raise UsageError(f"--max-staleness {options.max_staleness}: weights are never older. Add --asynchronous.")
+    if common.launcher is None:
+        if unused := next((flag for flag in ("asynchronous",) if getattr(options, flag)), None):
+            raise UsageError(f"--{unused} is said of games on nodes. Add --launcher NAME, or leave it out.")
+        return None
+    if common.backend != "central" and options.workers != 0:
+        raise UsageError(
+            f"--launcher {common.launcher}: worker processes of --backend {common.backend} have a model of their own, "
+            "which new weights do not reach. Add --backend central, which is one server on each node."
+        )
+    import msgspec
+
+    from gpuinfer.cli.building import around, setup_of
+    from gpuinfer.cli.cluster_run import job_of, nodes_plan
+    from gpuinfer.lab.loop.cluster_games import ClusterGames
+
+    workload = registry.load("workloads", "selfplay")
+    given = {name: value for name in (*GAME, *PLAY) if (value := getattr(options, name)) is not None}
+    given |= {name: getattr(options, name) for name in ("game", "model", "temperature_moves")}
+    given |= {name: value for name in ("resign", "resign_check") if (value := getattr(options, name)) is not None}
+
+    def of_iteration(iteration: int) -> Workload:
+        """Self-play up to the end of this iteration, with its folder."""
+        own = {"games": iteration * plan.games, "out": plan.of(iteration) / "games", "resume": True}
+        made: Workload = blame.make(workload, setup_of(common), {**given, **own})
+        return made
+
+    def records_of(iteration: int) -> Division:
+        division = of_iteration(iteration).division()
+        division.first = (iteration - 1) * plan.games
+        return division
+
+    whole = of_iteration(plan.iterations)
+    job = job_of("selfplay", around("selfplay", whole, merged), merged)
+    return ClusterGames(
+        plan,
+        records_of=records_of,
+        settings=lambda: whole.deciding(""),
+        job=msgspec.structs.replace(job, roofline=False),
+        nodes=nodes_plan(merged),
+        max_staleness=(options.max_staleness or STALENESS) if options.asynchronous else 0,
+    )
+
+
+def _plan(options: LoopOptions, folder: Path, merged: Settings, backend_options: Sequence[str]) -> LoopPlan:
     from gpuinfer.lab.loop.loop_runner import LoopPlan
 
     common = merged.common
     play = [f"--game={options.game}"]
     play += [f"{flags.flag(name)}={value}" for name in PLAY if (value := getattr(options, name)) is not None]
-    play += [f"--device={common.device}"]
-    training = [f"--device={_one_of(common.devices)}"]
+    play += [f"--device={common.device}", f"--backend={common.backend}"]
+    play += [word for one in backend_options for word in ("-B", one)]
+    training = [f"--device={_one_of(common.devices)}", "--backend=inprocess"]
     everyone = ["--no-roofline", "--no-trial", "--no-live", "--track=none", f"--dtype={common.dtype}"]
     everyone += [f"--config={merged.file}"] if merged.file is not None else []
     everyone += ["--quiet"] if not common.verbose else []
@@ -240,7 +332,7 @@ def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
     )
 
 
-def _follow(plan: LoopPlan, verbose: bool, quiet: bool, tracking: Tracking) -> str:
+def _follow(plan: LoopPlan, verbose: bool, quiet: bool, tracking: Tracking, nodes: ClusterGames | None = None) -> str:
     """All steps; how they ended: done or partial."""
     from gpuinfer.cli.comparison_progress import interruptible
     from gpuinfer.lab.loop.loop_figures import LossFollower, step_figures
@@ -260,6 +352,8 @@ def _follow(plan: LoopPlan, verbose: bool, quiet: bool, tracking: Tracking) -> s
     def ended(step: LoopStep, report: Report, seconds: float) -> None:
         times.ended(step, seconds)
         losses.ended(step)
+        if nodes is not None:
+            nodes.step_ended(step)
         tracking.log(step.iteration, step_figures(step, report, plan.has_won(step.iteration)))
         won = f": it {'plays from now on' if plan.has_won(step.iteration) else 'does not play'}"
         say(step, _told(step, report, seconds) + (won if step.kind == "gate" else ""))
@@ -274,8 +368,8 @@ def _follow(plan: LoopPlan, verbose: bool, quiet: bool, tracking: Tracking) -> s
             say(step, f"{step.kind} … (tail -f {shlex.quote(str(step.log))})", end="")
 
     try:
-        with interruptible(), line, losses:
-            run_loop(plan.steps(), verbose, began, ended)
+        with interruptible(), line, losses, nodes or contextlib.nullcontext():
+            run_loop(plan.steps(), verbose, began, ended, games=None if nodes is None else nodes.games)
     except KeyboardInterrupt:
         print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)
         return "partial"

@@ -105,6 +105,7 @@ class Coordinator:
             if_refused.push_async_callback(self._division.close, False)
             self._before = sum(stop - start for start, stop in kept)
             self._core = CoordinatorCore(self._policy, total=self._division.total, kept=kept)
+            self._core.open_until(self._division.open_until)
             self.figures.count_ranges = self._count_ranges
             folder = self._division.folder
             self._job = msgspec.structs.replace(
@@ -258,6 +259,11 @@ class Coordinator:
         self._failure = self._failure or error
         self._wake()
 
+    def look_again(self) -> None:
+        """More units can be read than before (`Division.open_until`)."""
+        self._core.open_until(self._division.open_until)
+        self._wake()
+
     def _wake(self) -> None:
         """Something has changed for the run, or for all nodes."""
         self._news.set()
@@ -284,7 +290,9 @@ class Coordinator:
             messages.EXCHANGE: (self._answer_exchange, "How a node is, and what it is to do."),
             messages.RECORDS: (self._answer_records, "The records of a range."),
         }
-        return [Route("POST", path, self._handler(answer), "api", about) for path, (answer, about) in answers.items()]
+        posted = [Route("POST", path, self._handler(answer), "api", about) for path, (answer, about) in answers.items()]
+        weights = self._handler(self._answer_weights)
+        return [*posted, Route("GET", messages.WEIGHTS, weights, "api", "The weights of a version.")]
 
     def _handler(self, answer: Callable[[Exchange], Awaitable[bytes]]) -> Callable[[Exchange], Awaitable[None]]:
         async def handle(exchange: Exchange) -> None:
@@ -433,6 +441,13 @@ class Coordinator:
         if self._core.over:
             self._wake()
         return messages.encode(KeptReply(kept=True))
+
+    async def _answer_weights(self, exchange: Exchange) -> bytes:
+        place = self._division.weights(exchange.query.get("version", ""))
+        try:
+            return await asyncio.to_thread(place.read_bytes)
+        except OSError as error:
+            raise WorkError(f"{place} cannot be read: {error.strerror}. Put the file back.") from error
 
     def _file_of(self, name: str) -> Path:
         folder = self._division.folder

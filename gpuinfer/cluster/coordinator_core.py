@@ -40,6 +40,7 @@ class CoordinatorCore:
         self.policy = policy or RangePolicy()
         self._total = total
         self._ended = False
+        self._open_until: int | None = None
         self._kept = IntervalSet(kept)
         self._seen = IntervalSet(kept)  # kept, or read from the Division
         self._keeping = IntervalSet()
@@ -213,6 +214,10 @@ class CoordinatorCore:
                     self._pending.add(work.part(one, other))
         return sum(map(len, found))
 
+    def open_until(self, unit: int | None) -> None:
+        """Units from this one on cannot be read yet, as `Division.open_until` says: ranges get smaller towards it."""
+        self._open_until = unit
+
     def ended_input(self, total: int) -> None:
         """The Division has no more units; the run has so many."""
         self._total, self._ended = total, True
@@ -313,6 +318,8 @@ class CoordinatorCore:
         """Units that the Division still has and that are not being read. None: nobody knows."""
         if self._ended:
             return 0
+        if (until := self._open_until) is not None and (self._total is None or until < self._total):
+            return max(0, until - self._seen.overlap(0, until) - self._reading)
         return None if self._total is None else max(0, self._total - self._seen.units - self._reading)
 
     def _speed(self, state: NodeState, now: float) -> float:

@@ -2,6 +2,7 @@
 
 POST /cluster/join      Hello → Welcome, with the job
 POST /cluster/exchange  NodeState → CoordinatorReply, every `EXCHANGE_S` and whenever a node runs low
+GET  /cluster/weights   the file of a version, which is in the query
 POST /cluster/records   the bytes of a range → KeptReply; the range, and a file that has them instead, in the query
 """
 
@@ -19,7 +20,7 @@ from gpuinfer.cluster.node_report import NodeMachine, NodeReport
 from gpuinfer.division import Interval, WorkRange
 from gpuinfer.errors import UsageError
 
-JOIN, EXCHANGE, RECORDS = "/cluster/join", "/cluster/exchange", "/cluster/records"
+JOIN, EXCHANGE, RECORDS, WEIGHTS = "/cluster/join", "/cluster/exchange", "/cluster/records", "/cluster/weights"
 MSGPACK = "application/msgpack"
 EXCHANGE_S = 1.0  # between two exchanges of a node that has enough
 RANGES_FOLDER = ".ranges"  # in the output's folder: files of nodes that see it

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -42,8 +43,8 @@ GONE, REFUSED = 410, 409  # statuses: this node is not known any more; it cannot
 class NodeWorkload(Workload):
     """The job's workload, with its units from a feed."""
 
-    def __init__(self, inner: Workload, feed: NodeFeed, job: Job, ended: Any) -> None:
-        self.inner, self._feed, self._job, self._ended = inner, feed, job, ended
+    def __init__(self, inner: Workload, feed: NodeFeed, job: Job, ended: Any, use_version: Any) -> None:
+        self.inner, self._feed, self._job, self._ended, self._use_version = inner, feed, job, ended, use_version
         self.setup, self.options = inner.setup, inner.options
         self.prepares = inner.prepares  # type: ignore[misc]
         self.max_failures = 1.0  # type: ignore[misc]  # the coordinator judges
@@ -75,6 +76,7 @@ class NodeWorkload(Workload):
                 f"this node would compute something else than the run ({shown}). Give it the same files and packages "
                 "as the machine of the coordinator."
             )
+        self._feed.use_version = functools.partial(self._use_version, infer)
         progress: Progress | None = None
         async for progress in self.inner.run_ranges(infer, self._feed):
             yield progress
@@ -102,11 +104,15 @@ class NodeClient:
         self._client = HttpClient(url, connections=2 + SENDERS, timeout_s=ANSWER_S, headers=bearer)
 
     async def post(self, path: str, body: bytes, timeout_s: float = ANSWER_S) -> HttpResponse:
+        """As `request`."""
+        return await self.request("POST", path, body, timeout_s)
+
+    async def request(self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_S) -> HttpResponse:
         """Raises `UsageError` for what is refused, `WorkError` where this node is not wanted or nobody answers."""
         until, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
         while True:
             try:
-                response = await self._client.request("POST", path, body, timeout_s=timeout_s)
+                response = await self._client.request(method, path, body, timeout_s=timeout_s)
             except ClientError as error:
                 why = str(error)
             else:
@@ -144,6 +150,7 @@ class Node:
         self._sees_folder = self._use_folder = False
         self._failure: BaseException | None = None
         self._left = False
+        self._folder: Path  # for weights, while it runs
 
     @property
     def summary(self) -> str:
@@ -165,7 +172,9 @@ class Node:
         self._welcome = messages.decode(response.body, Welcome)
         self._meter.clock_offset_s = hello.clock - self._welcome.clock
         try:
-            await self._run(self._welcome.job)
+            with tempfile.TemporaryDirectory(prefix="gpuinfer-node-") as folder:
+                self._folder = Path(folder)
+                await self._run(self._welcome.job)
         except BaseException as error:
             why = _in_words(error)
             await self._leave(why, isinstance(error, UsageError))
@@ -184,7 +193,7 @@ class Node:
             task.add_done_callback(self._watch)
         try:
             await execute(
-                NodeWorkload(workload, self._feed, job, self._ended),
+                NodeWorkload(workload, self._feed, job, self._ended, self._use_weights),
                 backend,
                 strategy,
                 settings={"workload": job.workload, "backend": job.backend, "strategy": job.strategy},
@@ -214,6 +223,17 @@ class Node:
 
     def _look(self, update: RunUpdate) -> None:
         self._meter.look(update)
+
+    async def _use_weights(self, infer: Infer, version: str) -> None:
+        """Have the backend answer with the weights of this version, which come from the coordinator."""
+        path = f"{messages.WEIGHTS}?{urlencode({'version': version})}"
+        response = await self._client.request("GET", path, timeout_s=RECORDS_S)
+        place = self._folder / f"weights-{version}.safetensors"
+        await asyncio.to_thread(put_whole, place, functools.partial(_write, response.body))
+        await infer.update(version, str(place))
+        for other in self._folder.glob("weights-*"):
+            if other != place:  # a server that is brought back reads its last ones again
+                other.unlink(missing_ok=True)
 
     async def _ended(self, progress: Progress | None, counted: Any) -> None:
         """The workload has ended: send what is left, before the backend is closed and the roofline measured again."""

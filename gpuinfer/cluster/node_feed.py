@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,15 +55,20 @@ class NodeFeed(RangeFeed):
         self._under_way = 0  # units that were taken and are not done
         self._most_under_way = 1
         self._version = ""
+        self.use_version: Callable[[str], Awaitable[None]] | None = None
+        """Called before the first unit of another version is taken, with none under way."""
+        self._changing = False  # the version
 
     # The workload's side
 
     async def take(self, most: int) -> WorkRange | None:
-        while (lease := self._next()) is None:
-            if self._over:
+        while (lease := self._next()) is None or lease.work.version != self._version:
+            if lease is not None:
+                await self._change_version(lease.work.version)
+            elif self._over:
                 return None
-            await self._wait_for_units(most)
-        self._version = lease.work.version
+            else:
+                await self._wait_for_units(most)
         start, stop = lease.taken, min(lease.stop, lease.taken + max(1, most))
         lease.taken = stop
         self._under_way += stop - start
@@ -71,6 +76,16 @@ class NodeFeed(RangeFeed):
         if not self.on_hand:
             self._low()
         return lease.work.part(start, stop)
+
+    async def _change_version(self, version: str) -> None:
+        self._changing = True
+        try:
+            if self.use_version is not None:
+                await self.use_version(version)
+            self._version = version
+        finally:
+            self._changing = False
+            self._wake()
 
     async def _wait_for_units(self, most: int) -> None:
         """Until something has changed; counts the time in which there are none here."""
@@ -93,6 +108,8 @@ class NodeFeed(RangeFeed):
 
     def _next(self) -> Lease | None:
         """The lease of which units may be taken now."""
+        if self._changing:
+            return None
         lease = next((one for one in self._leases if one.taken < one.stop), None)
         if lease is None or self._asynchronous or not self._under_way or lease.work.version == self._version:
             return lease

@@ -58,16 +58,18 @@ class MergedRecords:
     In memory are one shard, and the numbers and sizes of games that are not merged yet.
     """
 
-    def __init__(self, folder: PositionsFolder) -> None:
-        """Shards that are not merged are set apart: call `close` in the end. Raises `WorkError`."""
+    def __init__(self, folder: PositionsFolder, first: int = 0) -> None:
+        """`first`: the lowest number that a game of the folder can have. Shards that are not merged are set apart: call
+        `close` in the end. Raises `WorkError`.
+        """
         self._folder = folder
         self._parts: list[tuple[int, int, _Part]] = []  # a heap, by each part's next game
         self._added = 0
         self._filling: list[tuple[_Part, int, int]] = []  # the games of the next shard: from and to where in a part
         self._bytes = 0
-        self._begin = self._next = 0  # the first of these games, and the one that follows them
+        self._begin = self._next = first  # the first of these games, and the one that follows them
         self._emptied: list[_Part] = []
-        merged, others = _chain(folder.games_of_shards())
+        merged, others = _chain(folder.games_of_shards(), first)
         for shard in others:
             self.add(folder.set_apart(shard), check=False)
         if merged:
@@ -160,10 +162,10 @@ def merge_folder(folder: PositionsFolder, stopped: Callable[[], bool]) -> None:
         raise
 
 
-def _chain(shards: Mapping[Path, Sequence[int]]) -> tuple[list[tuple[int, Path]], list[Path]]:
+def _chain(shards: Mapping[Path, Sequence[int]], first: int) -> tuple[list[tuple[int, Path]], list[Path]]:
     """Merged shards, with the first game of each, as far as they follow one another without a gap; and all others."""
     chain: list[tuple[int, Path]] = []
-    at = 0
+    at = first
     named = {int(found[1]): path for path in shards if (found := NAME.fullmatch(path.name))}
     for begin, path in sorted(named.items()):
         if begin != at or list(shards[path]) != list(range(begin, begin + len(shards[path]))):

@@ -337,6 +337,27 @@ def open_on_devices(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofli
     )
 
 
+def open_with_weights(
+    before: Opened, weights: str, setup: Setup, tuning: Any, roofline: Roofline | None = None
+) -> Opened:
+    """The same model with the weights of a file, to take the place of `before`: of as many lanes, for batches as large.
+    Takes as much memory again until `before` is gone. `tuning`: the options of its backend, `TorchModelOptions`.
+
+    Raises `UsageError` for weights that do not fit.
+    """
+    if tuning.parallel != "data":
+        raise UsageError(
+            f"-B parallel={tuning.parallel}: a model in stages keeps its weights while it runs. Leave it out, or end "
+            "the run and start another with the new ones."
+        )
+    in_force = before.device()["in_force"]
+    fixed = {name: in_force[name] for name in ("max_rows", "in_flight", "threads")}
+    opened = open_on_devices(replace(before.spec, weights=weights), setup, tuning.model_copy(update=fixed), roofline)
+    if isinstance(opened.forward, DataParallel) and isinstance(before.forward, DataParallel):
+        opened.forward.go_on_counting(before.forward)
+    return opened
+
+
 class ModelCopy:
     """The model on one of the devices."""
 
@@ -363,6 +384,11 @@ class DataParallel:
     def __init__(self, copies: Sequence[ModelCopy]) -> None:
         self._copies = copies
         self._lock = threading.Lock()
+
+    def go_on_counting(self, before: DataParallel) -> None:
+        """What `before` has counted of the same devices is counted here from now on."""
+        for copy, other in zip(self._copies, before._copies, strict=True):
+            copy.count = other.count
 
     def __call__(self, blocks: Sequence[Block]) -> list[Any]:
         """Raises what the model raises; `DeviceLost` for a batch that two devices failed with, or whose rows are at

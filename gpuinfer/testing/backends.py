@@ -164,7 +164,7 @@ class _BackendExamination:
             promises["answers with each of its adapters"] = self._answers_with_adapters
         if self.backend.streams and self.backend.limits.slots is not None and not self.backend.remote:
             promises["tells its forward steps"] = self._tells_steps
-        if self.backend.updates:
+        if self.backend.updates and self._is_of_text:
             promises["changes its weights"] = self._updates
         return promises
 

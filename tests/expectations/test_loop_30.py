@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,14 @@ from gpuinfer.api import Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.cluster.coordinator_core import CoordinatorCore
+from gpuinfer.cluster.node_feed import NodeFeed
+from gpuinfer.cluster.range_policy import RangePolicy
+from gpuinfer.division import Division, WorkRange, intervals_of
 from gpuinfer.errors import BackendDied, BackendError, UsageError
 from gpuinfer.gradients import TrainingBatch
 from gpuinfer.lab.loop import loop_summary
+from gpuinfer.lab.loop.loop_division import LoopDivision
 from gpuinfer.lab.loop.loop_runner import LoopPlan, run_loop
 from gpuinfer.lab.loop.loop_times import LoopTimes, times_line
 from gpuinfer.models.data_parallel import divided
@@ -28,6 +34,7 @@ from gpuinfer.models.load import write_weights
 from gpuinfer.models.positions import PositionsFolder, positions_of
 from gpuinfer.report import plotting
 from gpuinfer.runtime.run import execute
+from gpuinfer.runtime.session import Session
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.workloads.optimizer import TrainingFolder
 from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
@@ -189,6 +196,34 @@ def test_a_batch_of_fewer_rows_than_devices_is_refused():
         divided(TrainingBatch(rows, {}), 2)
 
 
+@pytest.mark.parametrize("kind", [InProcess, Central])
+def test_a_network_of_rows_takes_other_weights_while_it_serves(two_weights, kind):
+    """The answers are those of a server that began with them, bit for bit, and no process is started again."""
+    model = SelfPlayWorkload(game="connect-four", model="blobnet-small").model()
+    rows = np.random.default_rng(1).random((16, model.inputs)).astype(model.input_dtype)
+
+    async def answers(weights, then):
+        setup = Setup(model=replace(model, weights=str(weights)), deterministic=True)
+        async with Session(kind(setup, threads=1, in_flight=1), Dynamic(setup)) as infer:
+            found = [await infer(rows, rows=16)]
+            for version, other in enumerate(then):
+                await infer.update(str(version), str(other))
+                found.append(await infer(rows, rows=16))
+            with pytest.raises(UsageError):
+                await infer.update("broken", __file__)
+            found.append(await infer(rows, rows=16))
+            return found
+
+    one, other = two_weights
+    first, second, again, last = asyncio.run(asyncio.wait_for(answers(one, [other, one]), WAIT_S))
+    right, _ = asyncio.run(asyncio.wait_for(answers(other, []), WAIT_S))
+    for place in range(2):  # policy and value
+        assert np.array_equal(second[place], right[place])
+        assert np.array_equal(again[place], first[place])
+        assert np.array_equal(last[place], again[place]), "weights that do not fit leave the old ones in force"
+        assert not np.array_equal(first[place], second[place])
+
+
 @pytest.fixture
 def plan(tmp_path):
     return LoopPlan(
@@ -234,3 +269,151 @@ def test_a_loop_that_goes_on_knows_how_long_it_took_before_it_was_stopped(plan, 
     assert time["projection"] in page.markdown()
     assert [row[0] for row in page.more[0].rows] == ["self-play", "training", "match", "all"]
     assert json.loads(json.dumps(document)) == document
+
+
+class KeptGames(Division):
+    """Stands in for the folder of an iteration: what it holds is lost with it."""
+
+    def __init__(self, folder):
+        self.path = folder
+
+    total = settings = None
+
+    def open(self):
+        self.path.mkdir(parents=True, exist_ok=True)
+        return intervals_of(int(one) for path in self.path.glob("*.npz") for one in np.load(path)["finished"])
+
+    async def read(self, most):
+        raise NotImplementedError
+
+    async def keep(self, work, records):
+        numbers = np.arange(work.start, work.stop)
+        np.savez(self.path / f"{work.start}.npz", finished=numbers, version=np.array([records.decode()] * len(work)))
+
+    async def close(self, complete):
+        pass
+
+
+class PlayedLoop:
+    """A division of a loop's games, and who plays them."""
+
+    def __init__(self, plan, max_staleness):
+        self.plan, self.played = plan, []
+        self.division = LoopDivision(
+            plan, lambda one: KeptGames(plan.of(one) / "games"), dict, max_staleness, self.played.append
+        )
+        self.kept = self.division.open()
+
+    async def play(self, games):
+        """The versions and iterations of up to so many games, which are kept."""
+        found = []
+        while games > 0 and (work := await self.division.read(games)):
+            await self.division.keep(replace_version(work), work.version.encode())
+            found.append(((work.start // self.plan.games) + 1, int(work.version), len(work)))
+            games -= len(work)
+        return found
+
+
+def replace_version(work):
+    """As the coordinator hands it on."""
+    return WorkRange(work.start, work.stop)
+
+
+@pytest.fixture
+def short(plan):
+    return replace(plan, iterations=4, games=10)
+
+
+async def test_an_iterations_games_are_all_of_its_weights_and_wait_for_them(short):
+    loop = PlayedLoop(short, max_staleness=0)
+    assert await loop.play(100) == [(1, 0, 10)]
+    assert (await loop.division.read(5), loop.division.open_until) == (WorkRange(10, 10), 10)
+    assert loop.played == [1]
+    loop.division.published = 1
+    assert await loop.play(4) == [(2, 1, 4)]
+    assert await loop.play(100) == [(2, 1, 6)]
+    assert loop_summary.loop_document(short, {}, "", "partial")["staleness"] == {"0": 20}
+
+
+async def test_an_asynchronous_loop_plays_on_with_older_weights_up_to_the_bound(short):
+    loop = PlayedLoop(short, max_staleness=2)
+    assert await loop.play(100) == [(1, 0, 10), (2, 0, 10), (3, 0, 10)], "and then waits"
+    loop.division.published = 2
+    assert await loop.play(100) == [(4, 2, 10)]
+    assert await loop.division.read(1) is None
+    assert loop.played == [1, 2, 3, 4]
+    document = loop_summary.loop_document(short, {}, "", "done")
+    assert document["staleness"] == {"0": 10, "1": 20, "2": 10}
+    page = loop_summary.loop_page(document, {})
+    assert (page.table.columns[-1], page.table.rows[2][-1]) == (loop_summary.STALENESS, "100 % by 2")
+
+
+async def test_a_loop_that_was_killed_plays_each_game_once(short):
+    loop = PlayedLoop(short, max_staleness=1)
+    await loop.play(13)
+    resumed = PlayedLoop(short, max_staleness=1)
+    assert list(resumed.kept) == [(0, 10), (10, 13)]
+    assert await resumed.play(100) == [(2, 0, 7)]
+    numbers = [int(one) for path in short.folder.rglob("*.npz") for one in np.load(path)["finished"]]
+    assert sorted(numbers) == list(range(20))
+
+
+async def test_an_iteration_that_was_kept_to_the_end_as_the_loop_was_killed_is_reported(short):
+    folder = KeptGames(short.of(1) / "games")
+    folder.open()
+    await folder.keep(WorkRange(0, 10), b"000000")
+    loop = PlayedLoop(short, max_staleness=0)
+    await loop.division.finish_kept()
+    assert loop.played == [1]
+    assert json.loads((short.of(1) / "games.json").read_text())["status"] == "done"
+
+
+async def test_a_node_changes_its_weights_between_two_versions_with_nothing_under_way():
+    feed, used = NodeFeed(), []
+
+    async def use(version):
+        used.append((version, len(under_way)))
+
+    under_way = set()
+    feed.use_version = use
+    feed.add([WorkRange(0, 2, (), "1"), WorkRange(2, 4, (), "2")])
+    first = await feed.take(8)
+    under_way.update(range(first.start, first.stop))
+    waiting = asyncio.create_task(feed.take(8))
+    for number in (0, 1):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        under_way.discard(number)
+        feed.done(number, b"")
+    second = await asyncio.wait_for(waiting, WAIT_S)
+    assert (first, second) == (WorkRange(0, 2, (), "1"), WorkRange(2, 4, (), "2"))
+    assert used == [("1", 0), ("2", 0)]
+
+
+def test_ranges_get_smaller_towards_units_that_cannot_be_read_yet():
+    def first_range(until):
+        core = CoordinatorCore(RangePolicy(nodes=2, least=1), total=10_000)
+        core.open_until(until)
+        for node in (0, 1):
+            core.join(node, 0.0, name=f"node {node}")
+        core.lease(0, WorkRange(0, core.grant(0, 0.0).fresh), 0.0)
+        return core.grant(1, 0.0).fresh, core
+
+    late, core = first_range(3)
+    assert 0 < late < first_range(None)[0]
+    core.open_until(3 + 1_000)
+    assert core.grant(1, 1.0).fresh > late
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--asynchronous", "Add --launcher NAME"),
+        ("--max-staleness 2", "Add --asynchronous"),
+        ("--launcher local -L nodes=2", "Add --backend central"),
+    ],
+)
+def test_what_a_loop_on_nodes_cannot_have_is_refused_before_any_game(gpuinfer, empty_folder, words, message):
+    code, out, err = gpuinfer("loop", "--game", "connect-four", "--out", "l", *words.split())
+    assert (code, out, message in err) == (2, "", True), err
+    assert not Path("l").exists()

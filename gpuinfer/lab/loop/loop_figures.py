@@ -23,6 +23,9 @@ def step_figures(step: LoopStep, report: Report, has_won: bool) -> dict[str, flo
         found["games"] = report["progress"]["done"]
         found["games_per_min"] = report["throughput"].get("games_per_min")
         found |= {name: value for name, value in device_use(report).items() if name != "device"}
+        if behind := report.get("staleness"):
+            games = sum(behind.values())
+            found["staleness_mean"] = sum(int(versions) * count for versions, count in behind.items()) / games
         found["resigned_share"] = (report.get("resignation") or {}).get("share")
     elif step.kind == "training":
         found["loss"] = final_loss(report)

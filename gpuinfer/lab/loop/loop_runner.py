@@ -173,8 +173,10 @@ MARGIN = "gpuinfer: "
 
 
 def step_seconds(report: Report) -> float:
-    """All of the command's last run: getting ready and working."""
-    return float(report["setup_s"]) + float(report["wall_s"])
+    """All of the command's last run: getting ready and working. Of games on nodes, beside which training and matches go
+    on: how long the loop has waited for them.
+    """
+    return float(report.get("waited_s", float(report["setup_s"]) + float(report["wall_s"])))
 
 
 def run_step(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
@@ -228,12 +230,22 @@ def run_loop(
     began: Callable[[LoopStep], None],
     ended: Callable[[LoopStep, Report, float], None],
     program: Sequence[str] = (sys.executable, "-m", "gpuinfer.lab.loop.loop_child"),
+    *,
+    games: Callable[[LoopStep], Report | None] | None = None,
 ) -> None:
-    """All steps that are not done. `ended` gets the seconds that each took. Raises what `run_step` does."""
+    """All steps that are not done. `ended` gets the seconds that each took. `games` waits for those of self-play, where
+    others than our commands play them: the report, None where they were there before. Raises what `run_step` does.
+    """
     for step in steps:
-        if (done := done_report(step.report)) is not None:
-            continue
-        began(step)
         start = time.monotonic()
-        done = run_step(step, program, verbose)
+        if step.kind == "games" and games is not None:
+            began(step)
+            done = games(step)
+            if done is None:
+                continue
+        elif done_report(step.report) is not None:
+            continue
+        else:
+            began(step)
+            done = run_step(step, program, verbose)
         ended(step, done, time.monotonic() - start)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SCHEMA = "gpuinfer.loop/1"
 COLUMNS = ("iteration", "games", "playing", "rows/batch", "device", "loss", "training", "against the first", "score")
 GATE = "its gate"  # where there are gates
+STALENESS = "weights older by"  # iterations; where some are
 
 Document = Mapping[str, Any]
 
@@ -45,8 +46,23 @@ def loop_document(plan: LoopPlan, settings: Mapping[str, Any], command: str, sta
         "weights": str(plan.weights(plan.playing(plan.iterations))) if status == "done" else None,
         "iterations": iterations,
         "strength": next((one["strength"] for one in reversed(iterations) if one["strength"]), None),
+        "staleness": _together([one["staleness"] for one in iterations if one["staleness"]]),
         "time": LoopTimes(plan).document(),
     }
+
+
+def _together(found: Sequence[Mapping[str, int]]) -> dict[str, int] | None:
+    """Games of all iterations on nodes, by how many iterations their weights were older than the newest possible."""
+    if not found:
+        return None
+    versions = sorted({int(one) for games in found for one in games})
+    return {str(one): sum(games.get(str(one), 0) for games in found) for one in versions}
+
+
+def staleness_words(staleness: Mapping[str, int]) -> str:
+    """Such as `40 % by 0, 60 % by 1`: shares of games, by iterations."""
+    games = sum(staleness.values())
+    return ", ".join(f"{100 * count / games:.0f} % by {versions}" for versions, count in staleness.items())
 
 
 def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dict[str, Any]:
@@ -57,6 +73,7 @@ def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dic
         "games": games and games["progress"]["done"],
         "games_s": games and step_seconds(games),
         "resignation": games and games.get("resignation"),
+        "staleness": games and games.get("staleness"),
         "games_per_min": games and games["throughput"].get("games_per_min"),
         **(device_use(games) if games else dict.fromkeys(DEVICE_USE)),
         "loss": training and final_loss(training),
@@ -172,7 +189,9 @@ def write_loop(plan: LoopPlan, document: Document) -> None:
 def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Page:
     """What people are shown of a loop, an iteration a row. `curves`: each iteration's rows of `loss.jsonl`."""
     title = "Elo over the first generation, and the loss, by iteration"
-    columns = (*COLUMNS, GATE) if any(one["gate"] for one in document["iterations"]) else COLUMNS
+    has_gates = any(one["gate"] for one in document["iterations"])
+    is_stale = bool(set(document["staleness"] or {}) - {"0"})
+    columns = (*COLUMNS, *([GATE] if has_gates else []), *([STALENESS] if is_stale else []))
 
     def shown(value: Any, words: Callable[[Any], str]) -> str:
         return "–" if value is None else words(value)
@@ -188,8 +207,9 @@ def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow
             shown(one["training_s"], duration),
             shown(one["strength"], in_elo),
             shown(one["strength"], lambda strength: f"{strength['score']:.1%}"),
-            shown(one["gate"], lambda gate: f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}"),
-        )[: len(columns)]
+            *([shown(one["gate"], _gate_words)] if has_gates else []),
+            *([shown(one["staleness"], staleness_words)] if is_stale else []),
+        )
         for one in document["iterations"]
     ]
     return Page(
@@ -201,6 +221,10 @@ def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow
         more=[] if document["time"] is None else [times_table(document["time"])],
         plots={"loop": Plot(title, lambda: loop_figure(document, curves))},
     )
+
+
+def _gate_words(gate: Mapping[str, Any]) -> str:
+    return f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}"
 
 
 def loop_figure(document: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Figure:

@@ -63,7 +63,7 @@ class SelfPlayDivision(NumberedDivision):
             counted.add_recorded(self._folder)
         shutil.rmtree(self._folder.path / RANGES, ignore_errors=True)  # an earlier run's, of which nothing counts
         self._kept = sum(stop - start for start, stop in kept)
-        self._merged = MergedRecords(self._folder)
+        self._merged = MergedRecords(self._folder, self.first)
         self._merged.merge()
         return kept
 
