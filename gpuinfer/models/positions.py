@@ -215,13 +215,15 @@ class PositionsFolder(RecordFolder):
             try:
                 if len(missing) == len(numbers):
                     part.rename(self.path / part.name)
-                    sync_folder(self.path)
                 elif missing:
                     self.write(gathered([GameRecord(games, place) for place in missing]))
                 part.unlink(missing_ok=True)
             except OSError as error:
                 raise unwritable(self.path, error) from error
             found.update(numbers[place] for place in missing)
+        if found:
+            with contextlib.suppress(OSError):
+                sync_folder(self.path)  # until then a power failure leaves the names in either place
         with contextlib.suppress(OSError):  # there is none
             for torn in (self.path / PARTS).glob(f"*{TORN}"):
                 torn.unlink()

@@ -95,7 +95,6 @@ def refused(gpuinfer, tmp_path, monkeypatch):
         (f"{NET} --opponent-model strange_models:wrong_shapes", "Let it return policy logits [2, 7]"),
         (f"{NET} --opponent-model strange_models:raises", "the factory raised RuntimeError"),
         (f"{NET} --opponent-model blobnet-small --opponent-weights other.safetensors", "other.safetensors do not fit"),
-        (f"{NET} --opponent-model blobnet-small --backend central", "--backend inprocess"),
         *[
             (f"{QUICK} --model uniform --out {out}", "Give another folder with --out.")
             for out in ("text.safetensors", "/proc/x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.errors import WorkerDied
-from gpuinfer.workloads.selfplay.match import Match, NumberedGames
+from gpuinfer.workloads.selfplay.match import GameSource, Match, NumberedGames
 
 STEPS = 100_000  # a match that takes more hangs
 
@@ -105,10 +106,35 @@ class Crew:
         return self.disk if self.records else self.reported
 
 
-def play(crew, total, finished=frozenset()):
+class InBatches(GameSource):
+    """Games of which some are given when all that were given before count, as between two versions of the weights."""
+
+    def __init__(self, total):
+        self.given, self.counting, self.wanted = [], [], total
+        self.news = asyncio.Event()
+
+    @property
+    def left(self):
+        return math.inf if len(self.given) < self.wanted else 0
+
+    async def take(self, most):
+        while len(self.counting) < len(self.given):
+            self.news.clear()
+            await self.news.wait()
+        games = range(self.wanted)[len(self.given) :][: min(most, 3)]
+        self.given += games
+        return games
+
+    def kept(self, games, message):
+        self.counting += games
+        self.news.set()
+
+
+def play(crew, total, finished=frozenset(), source=None):
     """The match, and what follows it."""
     one = {"slots": 2, "out": "games" if crew.records else None, "search": {"determinizations": 1}}
-    match = Match(NumberedGames(total, set(finished)), [one] * len(crew.players), crew.on_disk)
+    games = source or NumberedGames(total, set(finished))
+    match = Match(games, [one] * len(crew.players), crew.on_disk)
 
     async def follow():
         return [progress async for progress in match.follow(crew)]
@@ -140,6 +166,16 @@ def test_each_game_counts_exactly_once(workers, kills, total, seed, records, bef
         assert last.done == total
         assert last.counts["games"] == total - len(finished)
     assert match.done == len(finished) + crew.counted.total()
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(2, 5), st.integers(0, 5), st.integers(1, 20), st.integers(0, 2**32))
+def test_games_of_a_killed_worker_are_played_though_the_source_waits_for_them(workers, kills, total, seed):
+    crew, source = Crew(workers, min(kills, workers - 1), seed, records=False), InBatches(total)
+    _, follow = play(crew, total, source=source)
+    asyncio.run(follow())
+    assert crew.reported == Counter(range(total))
+    assert sorted(source.counting) == [*range(total)]
 
 
 @pytest.mark.parametrize("records", [True, False], ids=["on disk", "in memory"])
