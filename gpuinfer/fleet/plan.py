@@ -200,8 +200,8 @@ class FleetPlan:
         room = None if launcher is None else launcher.capacity
         if launcher is not None and room is not None and limits.most > room:
             raise UsageError(
-                f"--launcher {launcher.name} has room for {room} processes, and {limits.most} replicas are more. Give "
-                "fewer, or more room with -L."
+                f"--launcher {launcher.name} has room for {room} process{'es' * (room != 1)}, and {limits.most} "
+                f"replicas are more. Give --replicas {room}, or more room with -L."
             )
         if self.devices_named and limits.most > len(self.devices):
             raise UsageError(

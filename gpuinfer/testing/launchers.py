@@ -27,6 +27,7 @@ from gpuinfer.host import children
 from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 from gpuinfer.testing.findings import Examination, Finding, check_build, check_unknown_options, run_bounded
 
+WHAT = "says what it is"
 SERVES = "starts a process that serves, with the files that it reads"
 LOG = "brings its log here"
 TERMINATES = "has it leave when that is asked of it"
@@ -34,7 +35,9 @@ KILLS = "kills one, and does no harm to one that has ended"
 NODE = "starts a process that does not serve, with the arguments alone"
 FAILS = "says how one failed, with its last words"
 OWNER = "leaves nothing running when its own process is killed"
-TIMES = 12  # limits of a check that starts processes may take
+AFTERWARDS = (LOG, TERMINATES, KILLS, NODE, FAILS, OWNER)
+TIMES = 12  # limits of a check that one that starts processes may take
+OWNER_TIMES = 30  # the same of the last one: a batch system may notice late that a process is gone
 LOOK_S = 0.05
 RUN_OPTIONS = ("nodes", "coordinator")  # keys of -L that a run takes for itself
 KEY = "check-launcher"
@@ -49,8 +52,9 @@ def check_launcher(
 ) -> list[Finding]:
     """Every promise of `launchers.base.Launcher`; `kind` is a class at the top of a module, `values` its options.
 
-    Each check may take `timeout_s`, or what `examiner` allows; one that starts processes 12 times as long. Where the
-    launcher says that it cannot work here, the rest is not tried.
+    Each check may take `timeout_s`, or what `examiner` allows; one that starts processes 12 times as long, and
+    the last one 30 times. Where the
+    launcher says that it cannot work here, or that it starts nothing, the rest is not tried.
     """
 
     def check(examiner: Examination) -> None:
@@ -62,7 +66,16 @@ def check_launcher(
             return
         check_unknown_options(kind.Options, launcher.options, build, examiner)
         examiner.check("has options of its own names", lambda: _fault_of_names(launcher))
-        examiner.check("says what it is", lambda: _fault_of_facts(launcher))
+        try:
+            launcher.check()
+            lacking = "" if launcher.starts else "it starts no process"
+        except UsageError as error:
+            lacking = f"it cannot work here: {error}"
+        if lacking:
+            for name in (WHAT, SERVES, *AFTERWARDS):
+                examiner.skip(name, lacking)
+            return
+        examiner.check(WHAT, lambda: _fault_of_facts(launcher))
         with tempfile.TemporaryDirectory(prefix="gpuinfer-launcher-", dir=_place(launcher)) as folder:
             asyncio.run(_LauncherExamination(launcher, Path(folder), examiner).run())
 
@@ -129,12 +142,6 @@ class _LauncherExamination:
     async def run(self) -> None:
         examiner = self._examiner
         try:
-            self._launcher.check()
-        except UsageError as error:
-            for name in (SERVES, LOG, TERMINATES, KILLS, NODE, FAILS, OWNER):
-                examiner.skip(name, f"it cannot work here: {error}")
-            return
-        try:
             if await self._try(SERVES, self._fault_of_serving):
                 for name, fault_of in (
                     (LOG, self._fault_of_log),
@@ -146,13 +153,14 @@ class _LauncherExamination:
                 ):
                     await self._try(name, fault_of)
             else:
-                for name in (LOG, TERMINATES, KILLS, NODE, FAILS, OWNER):
+                for name in AFTERWARDS:
                     examiner.skip(name, f"'{SERVES}' does not hold")
         finally:
             await examiner.check_async("closes", self._closed, self._limit_s)
 
     async def _try(self, name: str, fault_of: Callable[[], Awaitable[str | None]]) -> bool:
-        return await self._examiner.check_async(name, fault_of, self._limit_s)
+        times = OWNER_TIMES if name == OWNER else TIMES
+        return await self._examiner.check_async(name, fault_of, times * self._examiner.limit_s)
 
     async def _closed(self) -> None:
         await self._launcher.close()

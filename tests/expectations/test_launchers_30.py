@@ -38,6 +38,7 @@ from gpuinfer.config import registry  # noqa: E402
 from gpuinfer.config.options import GivenValue  # noqa: E402
 from gpuinfer.errors import UnknownName, UsageError, WorkError  # noqa: E402
 from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan, make_launcher  # noqa: E402
+from gpuinfer.launchers.external import ExternalLauncher  # noqa: E402
 from gpuinfer.launchers.local import LocalLauncher  # noqa: E402
 from gpuinfer.launchers.ssh import SshLauncher  # noqa: E402
 from gpuinfer.testing import assert_ok, launchers  # noqa: E402
@@ -395,14 +396,22 @@ def test_serve_keeps_two_replicas_on_a_host_of_ssh_though_one_is_killed(there, t
 
 
 class Reserved(LocalLauncher):
-    """Has a key that a run takes for itself, and room for nothing."""
+    """Has a key that a run takes for itself, room for nothing, and no process to show."""
 
     class Options(BaseModel):
         model_config = ConfigDict(extra="forbid", frozen=True)
 
         nodes: int = 1
 
+    name = "reserved"
     capacity = 0
+
+    async def launch(self, plan: ProcessPlan) -> LaunchedProcess:
+        raise WorkError("the quota is used up. Ask for more.")
+
+
+class Elsewhere(LocalLauncher):
+    """Cannot work here."""
 
     def check(self) -> None:
         raise UsageError("there is no cluster here. Run this where there is one.")
@@ -426,11 +435,16 @@ def faults(kind: type[Launcher]) -> dict[str, str]:
 def test_the_kit_names_what_is_wrong_with_a_launcher_and_tries_nothing_where_it_cannot_work():
     found = faults(Reserved)
     assert "its option 'nodes' is a key of -L that a run takes for itself" in found["has options of its own names"]
-    assert found["says what it is"].startswith("capacity is 0.")
-    assert (
-        found[launchers.SERVES]
-        == "not tried: it cannot work here: there is no cluster here. Run this where there is one."
-    )
+    assert found[launchers.WHAT].startswith("capacity is 0.")
+    assert found[launchers.SERVES] == "the quota is used up. Ask for more."
+    assert found[launchers.OWNER].startswith("not tried: 'starts a process that serves")
+    for kind, why in (
+        (Elsewhere, "it cannot work here: there is no cluster"),
+        (ExternalLauncher, "it starts no process"),
+    ):
+        found = faults(kind)
+        assert set(found) == {launchers.WHAT, launchers.SERVES, *launchers.AFTERWARDS}
+        assert all(one.startswith(f"not tried: {why}") for one in found.values())
 
 
 @pytest.mark.thorough
