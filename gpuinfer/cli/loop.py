@@ -60,6 +60,7 @@ STALENESS = 1  # versions, of --asynchronous, unless somebody says how many
 NO_PART = (
     "asynchronous",
     "max_staleness",
+    "training_device",
     "iterations",
     "evaluate_every",
     "workers",
@@ -114,6 +115,9 @@ class LoopOptions(api.Options):
     training_steps: int = Field(400, ge=1, description="batches that are learnt from, in each iteration")
     batch_size: int = Field(256, ge=1, description="moves in one of them")
     learning_rate: float = Field(1e-3, gt=0, le=10, description="of the training")
+    training_device: str | None = Field(
+        None, description="the device that trains, or several as cuda:0,cuda:1 [the first that plays]"
+    )
     evaluation_games: int = Field(400, ge=2, description="of a match against the first generation")
     evaluate_every: int = Field(0, ge=0, description="iterations from one match to the next; 0: one at the end")
     gate: float | None = Field(
@@ -156,7 +160,7 @@ def execute(values: Mapping[str, Any]) -> int:
         raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")
     plan = _plan(options, options.out, merged, values.get("backend_options") or [])
     nodes = _nodes(options, plan, merged)
-    _refuse_what_training_refuses(plan, spec, merged)
+    _refuse_what_training_refuses(plan, spec, merged, options.training_device or _one_of(common.devices))
     settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
     tracking = open_tracking(NAME, common, {NAME: settings, **common.model_dump(include={"device", "dtype", "seed"})})
     folder = RecordFolder(options.out, "gpuinfer.loop-folder/1", "")
@@ -224,7 +228,7 @@ def _network(options: LoopOptions, seed: int) -> tuple[ModelSpec, dict[str, Any]
     return spec, {name: deciding[name] for name in ("rules", "network", "opponent_network")}
 
 
-def _refuse_what_training_refuses(plan: LoopPlan, spec: ModelSpec, merged: Settings) -> None:
+def _refuse_what_training_refuses(plan: LoopPlan, spec: ModelSpec, merged: Settings, device: str) -> None:
     """Now, and not after the games of the first iteration. Raises `UsageError`."""
     from gpuinfer.cli.building import merge, served, setup_of
 
@@ -234,17 +238,14 @@ def _refuse_what_training_refuses(plan: LoopPlan, spec: ModelSpec, merged: Setti
         )
     given = {"records": [str(plan.folder)], "out": plan.folder, "steps": plan.training_steps, "config": merged.file}
     given |= {name: getattr(plan, name) for name in ("model", "batch_size", "learning_rate")}
-    settings = merge(
-        "train",
-        {**given, "backend": "inprocess", "device": _one_of(merged.common.devices), "dtype": merged.common.dtype},
-    )
+    settings = merge("train", {**given, "backend": "inprocess", "device": device, "dtype": merged.common.dtype})
     workload = registry.load("workloads", "train")
     blame.make(workload, Setup(seed=plan.seed), settings.options("workloads", "train", workload))
     served("train", replace(setup_of(settings.common), model=replace(spec, kind="gradients")), settings)
 
 
 def _one_of(devices: Sequence[str]) -> str:
-    """The device that trains: gradients are those of one."""
+    """The device that trains, where none is named for it."""
     return next((one for one in devices if one != "all"), "auto")
 
 
@@ -304,7 +305,7 @@ def _plan(options: LoopOptions, folder: Path, merged: Settings, backend_options:
     play += [f"{flags.flag(name)}={value}" for name in PLAY if (value := getattr(options, name)) is not None]
     play += [f"--device={common.device}", f"--backend={common.backend}"]
     play += [word for one in backend_options for word in ("-B", one)]
-    training = [f"--device={_one_of(common.devices)}", "--backend=inprocess"]
+    training = [f"--device={options.training_device or _one_of(common.devices)}", "--backend=inprocess"]
     everyone = ["--no-roofline", "--no-trial", "--no-live", "--track=none", f"--dtype={common.dtype}"]
     everyone += [f"--config={merged.file}"] if merged.file is not None else []
     everyone += ["--quiet"] if not common.verbose else []

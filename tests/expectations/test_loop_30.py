@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from forking import Forked, own_environment
 from safetensors.numpy import load_file
 from train.train_models import positions
 
@@ -417,3 +421,60 @@ def test_what_a_loop_on_nodes_cannot_have_is_refused_before_any_game(gpuinfer, e
     code, out, err = gpuinfer("loop", "--game", "connect-four", "--out", "l", *words.split())
     assert (code, out, message in err) == (2, "", True), err
     assert not Path("l").exists()
+
+
+LOOP = ["--game", "connect-four", "--games", "300", "--simulations", "16", "--training-steps", "6", "--iterations", "2"]
+LOOP += ["--batch-size", "16", "--evaluation-games", "4", "--workers", "1", "--out", "l", "--launcher", "local"]
+LOOP += ["-L", "nodes=2", "--backend", "central", "--training-device", "cpu,cpu"]
+
+
+def node_processes(folder):
+    """The processes of nodes whose loop works in this folder."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "--key-file" in one.cmdline() and one.cwd() == str(folder):
+                found.append(one)
+    return found
+
+
+def wait_for(condition, process=None):
+    end = time.monotonic() + 4 * WAIT_S
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_nodes_that_die_and_a_loop_that_is_killed_lose_no_game_and_bring_none_twice(tmp_path):
+    def started(*words):
+        return Forked(["gpuinfer", "loop", *LOOP, *words], tmp_path, own_environment(COLUMNS="160"), text=True)
+
+    games = tmp_path / "l" / "iteration-001" / "games"
+    with started() as process:
+        wait_for(lambda: (games / ".parts").is_dir() or list(games.glob("*.npz")), process)
+        nodes = node_processes(tmp_path)
+        assert nodes
+        nodes[0].kill()  # the other one, and the one in its place, play what it had
+        wait_for(lambda: (tmp_path / "l" / "iteration-001" / "games.json").exists(), process)
+        first = {one.pid for one in node_processes(tmp_path)}
+        wait_for(lambda: (tmp_path / "l" / "iteration-001" / "training.json").exists(), process)
+        assert first & {one.pid for one in node_processes(tmp_path)}, "nodes stay up over iterations"
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+    wait_for(lambda: not node_processes(tmp_path))
+    with started("--resume", "--json", "-") as process:
+        out, err = process.communicate(timeout=6 * WAIT_S)
+    assert process.returncode == 0, err
+    document = json.loads(out)
+    assert [one["games"] for one in document["iterations"]] == [300, 300]
+    assert document["staleness"] == {"0": 600}
+    for iteration in (1, 2):
+        shards = sorted((tmp_path / "l" / f"iteration-00{iteration}" / "games").glob("*.npz"))
+        arrays = [np.load(shard) for shard in shards]
+        numbers = np.concatenate([one["finished"] for one in arrays]).tolist()
+        assert numbers == list(range(300 * (iteration - 1), 300 * iteration))
+        assert {str(one) for array in arrays for one in array["version"]} == {f"{iteration - 1:06d}"}
+    wait_for(lambda: not node_processes(tmp_path))
