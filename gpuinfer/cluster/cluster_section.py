@@ -78,7 +78,7 @@ def _section(
     spent = {one.name: time_of(one, first, done, end) for one in accounts}
     lines = [_line(figures, one, spent[one.name], now, rooflines.get(one.name)) for one in accounts]
     _compare([line for line in lines if spent[line["node"]]["working"] >= COMPARED_S])
-    tail_s = max((spent[one.name]["tail"] for one in figures.present), default=0.0)
+    tail_s = max((max(0.0, done - idle_from_of(one, end)) for one in figures.present), default=0.0)
     all_s = wall_s * len(accounts)
     time = {name: math.fsum(each[name] for each in spent.values()) / all_s if all_s else 0.0 for name in TIMES}
     compared = [line for line in lines if line["relative"] is not None]
@@ -114,13 +114,20 @@ def time_of(one: NodeAccount, first: float, done: float, end: float) -> dict[str
     began = end if one.began_at is None else min(end, max(first, one.began_at))
     gone_s = one.gone_s + max(0.0, end - until)
     starting_s = (min(began, until) - first) + one.starting_s
-    idle_from = end if one.idle_since is None or until < end else max(began, min(end, one.idle_since))
-    tail_s, kept_s = max(0.0, done - idle_from), end - max(done, idle_from)
+    idle_from = idle_from_of(one, end)
+    tail_s, kept_s = max(0.0, done - idle_from) * one.tail_empty, end - max(done, idle_from)
     left_s = max(0.0, end - first - gone_s - starting_s - tail_s - kept_s)
     starved_s = min(left_s, one.starved_before_tail_s)
     room_s = min(left_s - starved_s, one.total("room_s"))
     working_s, records_s = left_s - starved_s - room_s, room_s + kept_s
     return dict(zip(TIMES, (working_s, starting_s, starved_s, records_s, tail_s, gone_s), strict=True))
+
+
+def idle_from_of(one: NodeAccount, end: float) -> float:
+    """From when on nothing was left for it to take, or the end."""
+    if one.idle_since is None or (one.left_at is not None and one.left_at < end):
+        return end
+    return max(end if one.began_at is None else min(end, one.began_at), min(end, one.idle_since))
 
 
 def _line(

@@ -42,7 +42,8 @@ class NodeFeed(RangeFeed):
     def __init__(self, low: Callable[[], None] = lambda: None, asynchronous: bool = False) -> None:
         """`asynchronous`: units of a new version are taken while some of the version before are under way."""
         self.done_units = 0
-        self.starved_s = 0.0  # the workload waited for units although none was left here
+        self.starved_s = 0.0  # the workload waited for units and none was left here, by the share of its places for
+        # units that were empty meanwhile
         self.room_s = 0.0  # it waited since too many records were to be sent
         self.finished: deque[FinishedRange] = deque()  # to be sent
         self._low, self._asynchronous = low, asynchronous
@@ -51,6 +52,7 @@ class NodeFeed(RangeFeed):
         self._waiters: list[asyncio.Future[None]] = []
         self._waiting_for = 0  # units, by all that wait in `take`
         self._idle_since: float | None = None
+        self._empty_s = self._counted_at = 0.0  # of `starved_s`, the present wait's, as counted up to then
         self._sending = 0  # finished ranges that are on their way
         self._under_way = 0  # units that were taken and are not done
         self._most_under_way = 1
@@ -71,6 +73,7 @@ class NodeFeed(RangeFeed):
                 await self._wait_for_units(most)
         start, stop = lease.taken, min(lease.stop, lease.taken + max(1, most))
         lease.taken = stop
+        self._count_empty()
         self._under_way += stop - start
         self._most_under_way = max(self._most_under_way, self._under_way)
         if not self.on_hand:
@@ -90,7 +93,8 @@ class NodeFeed(RangeFeed):
     async def _wait_for_units(self, most: int) -> None:
         """Until something has changed; counts the time in which there are none here."""
         if not self.on_hand and not self._waiting_for:
-            self._idle_since = time.monotonic()
+            self._idle_since = self._counted_at = time.monotonic()
+            self._empty_s = 0.0
             self._low()
         self._waiting_for += most
         try:
@@ -98,13 +102,26 @@ class NodeFeed(RangeFeed):
         finally:
             self._waiting_for -= most
             if self._idle_since is not None and (self.on_hand or self._over):
-                self.starved_s += self.idle_s
+                self.starved_s += self.empty_s
                 self._idle_since = None
 
     @property
     def idle_s(self) -> float:
         """For how long the workload has waited for units, since it has had some; 0 where it does not wait."""
         return 0.0 if self._idle_since is None or not self.done_units else time.monotonic() - self._idle_since
+
+    @property
+    def empty_s(self) -> float:
+        """Of `idle_s`, by the share of the places for units that were empty: some may be under way still."""
+        self._count_empty()
+        return self._empty_s if self.idle_s else 0.0
+
+    def _count_empty(self) -> None:
+        """Before the number of units under way changes."""
+        if self._idle_since is not None:
+            now = time.monotonic()
+            self._empty_s += (now - self._counted_at) * (1 - self._under_way / self._most_under_way)
+            self._counted_at = now
 
     def _next(self) -> Lease | None:
         """The lease of which units may be taken now."""
@@ -120,6 +137,7 @@ class NodeFeed(RangeFeed):
         if lease is None or number in lease.records:
             raise ValueError(f"unit {number} was not taken, or is done already")
         lease.records[number] = record
+        self._count_empty()
         self.done_units += 1
         self._under_way -= 1
         if lease.complete:

@@ -58,6 +58,7 @@ class NodeAccount:
         self.starting_s = self.gone_s = 0.0  # after the first start
         self.idle_since: float | None = None  # until the end of the run, once it is over
         self.starved_before_tail_s = 0.0
+        self.tail_empty = 1.0  # of its places for units, the share that was empty since then
         self.report = NodeReport()
         self._ready_at: float | None = None  # this life has its first units
         self._before: Counter[str] = Counter()  # of earlier lives
@@ -127,7 +128,8 @@ class NodeAccount:
         """All units are kept: the wait that it is in will have no end."""
         if self.left_at is None and self.report.idle_s:
             self.idle_since = self.heard_at - self.report.idle_s
-            self.starved_before_tail_s = self.total("starved_s") - self.report.idle_s
+            self.starved_before_tail_s = self.total("starved_s") - self.report.empty_s
+            self.tail_empty = min(1.0, self.report.empty_s / self.report.idle_s)
 
     def snapshot(self) -> Snapshot:
         """Its counters, the names of lanes and devices with the node's before them."""

@@ -54,11 +54,12 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a node reports of itself: totals since it joined.
 
     `snapshot`: its `stats.Snapshot` as msgpack (`packed`); empty: as in the report before. `elapsed_s`: on its own
-    run's clock; 0 while it prepares. `starved_s`: in which its workload wanted units and none was left here, `idle_s`
-    of it the present wait. `room_s`: in which its workload waited since too many records were to be sent.
-    `sending_s`: of all requests that carried records, of which there were `sendings`; `records_bytes` in all.
-    `clock_offset_s`: its wall clock minus the coordinator's. `clock_share`: of the highest clock of its cores, what
-    they run at now; None: not known. `figures`: of steps since the report before (`Progress.figures`).
+    run's clock; 0 while it prepares. `starved_s`: in which its workload wanted units and none was left here, by the
+    share of its places for units that were empty; `empty_s` of it in the present wait, which has lasted `idle_s`.
+    `room_s`: in which its workload waited since too many records were to be sent. `sending_s`: of all requests that
+    carried records, of which there were `sendings`; `records_bytes` in all. `clock_offset_s`: its wall clock minus
+    the coordinator's. `clock_share`: of the highest clock of its cores, what they run at now; None: not known.
+    `figures`: of steps since the report before (`Progress.figures`).
     """
 
     snapshot: bytes = b""
@@ -78,6 +79,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cores: CoreUse | None = None
     starved_s: float = 0.0
     idle_s: float = 0.0
+    empty_s: float = 0.0
     room_s: float = 0.0
     sending_s: float = 0.0
     sendings: int = 0

@@ -138,7 +138,7 @@ def _too_many(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
         advice = f"Have the work divided into smaller ranges, give it more {found['unit']}, or use {few}."
         yield share, Verdict("ranges too large", "idle", why, advice, change)
         return
-    done = sum(line["units"] for line in found["nodes"])
+    done = round(ranges["count"] * units) or sum(line["units"] for line in found["nodes"])
     why = (
         f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {lasting(started_s)} of "
         f"{lasting(wall_s)}, and the last {found['unit']}, at which few nodes worked, cost {lasting(tail_s)}. "

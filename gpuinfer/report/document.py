@@ -296,9 +296,13 @@ class NodeLine(TypedDict):
 class NodeTime(TypedDict):
     working: Portion
     starting: Annotated[Portion, about("from when the first node joined until it had units")]
-    starved: Annotated[Portion, about("it waited for units while there were some")]
+    starved: Annotated[
+        Portion, about("it waited for units while there were some, by the share of its places that were empty")
+    ]
     records: Annotated[Portion, about("it waited since its records were not taken")]
-    tail: Annotated[Portion, about("it waited at the end, when no units were left")]
+    tail: Annotated[
+        Portion, about("it waited at the end, when no units were left, by the share of its places that were empty")
+    ]
     gone: Annotated[Portion, about("after it had left or was lost, before the end")]
 
 

@@ -65,7 +65,7 @@ class MadeUpNode:
         return NodeReport(
             snapshot=packed(snapshot) if busy_s else b"", done=done, counts={"games": float(done)}, facts=self.facts,
             setup=now < self.ready_at, elapsed_s=lasted_s, cores=CoreUse(self.cores, own_s, 0.0, others_s, 0.0),
-            starved_s=self.starved * busy_s + idle_s, idle_s=idle_s, room_s=self.with_records * busy_s,
+            starved_s=self.starved * busy_s + idle_s, idle_s=idle_s, empty_s=idle_s, room_s=self.with_records * busy_s,
             sending_s=self.sending_s * ranges, sendings=ranges, records_bytes=1000 * done,
             through_folder=self.through_folder, clock_share=self.clock_share,
             roofline=Roofline(self.roofline, 256, "1 forward × 1 thread") if self.roofline else None,

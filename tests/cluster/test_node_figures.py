@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from cluster.made_up_nodes import ROWS, MadeUpNode, MadeUpRun
 from gpuinfer.api import Roofline
 from gpuinfer.cluster.cluster_section import TIMES
+from gpuinfer.cluster.node_feed import NodeFeed
 from gpuinfer.cluster.node_figures import ClusterFigures, merge_facts
 from gpuinfer.cluster.node_report import NodeMachine, NodeReport, packed
+from gpuinfer.division import WorkRange
 from gpuinfer.report.report import time_s
 from gpuinfer.stats import Snapshot, merge_snapshots
 
@@ -163,3 +167,28 @@ def test_a_thousand_nodes_are_added_up_within_moments():
     run.figures.snapshot(run.now)
     assert all(one is account.own_snapshot() for one, account in zip(read, run.figures.accounts.values(), strict=True))
     assert run.figures.snapshot(run.now).requests == merge_snapshots(read).requests
+
+
+def test_a_node_that_waits_for_units_while_some_are_under_way_is_starved_by_its_empty_places(monkeypatch):
+    """Of four places three are empty for 8 s, and all of them for 2 s: it has lost 8 of the 10 s that it waited."""
+    now = 0.0
+    monkeypatch.setattr("gpuinfer.cluster.node_feed.time.monotonic", lambda: now)
+
+    async def follow():
+        nonlocal now
+        feed = NodeFeed()
+        feed.add([WorkRange(0, 4)])
+        await feed.take(4)
+        for number in range(3):
+            feed.done(number, b"")
+        waiting = asyncio.create_task(feed.take(4))
+        await asyncio.sleep(0)
+        now = 8.0
+        feed.done(3, b"")
+        now = 10.0
+        found = feed.idle_s, feed.empty_s
+        feed.add([WorkRange(4, 5)])
+        await waiting
+        return found, feed.starved_s, feed.empty_s
+
+    assert asyncio.run(follow()) == ((10.0, pytest.approx(8.0)), pytest.approx(8.0), 0.0)
