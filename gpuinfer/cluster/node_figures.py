@@ -276,8 +276,9 @@ class ClusterFigures:
             found, at = self._summed
             if now - at < SUM_S * len(accounts):
                 return found
-        self._keep_pace(now, math.fsum(one.units for one in accounts))
-        finished = sum(one.total("done") for one in self.present)
+        again = self.count_ranges().duplicates  # units of which there were records already
+        self._keep_pace(now, math.fsum(one.units for one in accounts) - again)
+        finished = sum(one.total("done") for one in self.present) - again
         if self.done_at is None and self._wanted is not None and finished >= self._wanted:
             self.done_at = now
         total = merge_snapshots(one.snapshot() for one in accounts)

@@ -29,7 +29,7 @@ def dearest(run: Evidence) -> Verdict | None:
     found = run.cluster
     if found is None or not found["wall_s"] or not found["nodes"]:
         return None
-    costs = [*_lost(found), *_waits(found), *_too_many(found, run), *_slow(found, run)]
+    costs = [*_lost(found), *_computed_twice(found, run), *_waits(found), *_too_many(found, run), *_slow(found, run)]
     cost, verdict = max(costs, key=lambda one: one[0], default=(0.0, None))
     return verdict if cost >= thresholds.LOST_TO_NODES else None
 
@@ -69,6 +69,22 @@ def _lost(found: ClusterSection) -> Iterator[Cost]:
     why += f" Last: {reasons[-1]}." if reasons else ""
     advice = "See the nodes' logs for why, and let the launcher start them again."
     yield share, Verdict("lost nodes", "idle", why, advice, None, _without(share))
+
+
+def _computed_twice(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
+    """Much of what idle nodes did at the end, in case that others are late, was for nothing."""
+    ranges = found["ranges"]
+    kept = ranges["count"] * (ranges["units_mean"] or 0.0)
+    share = ranges["duplicates"] / (ranges["duplicates"] + kept) if kept else 0.0
+    if not share:
+        return
+    why = (
+        f"{ranges['duplicates']:,} {found['unit']} beside the {kept:,.0f} of the run were computed twice: nodes with "
+        "nothing left to do were given what others had begun, and came second. All of them were under way at once."
+    )
+    nodes = max(1, round(len(found["nodes"]) * (1 - share)))
+    advice = f"Give them more to do, or use {nodes} node{'' if nodes == 1 else 's'} for so few {found['unit']}."
+    yield share, Verdict("too many nodes", "idle", why, advice, run.change("-L", nodes, "nodes"))
 
 
 def _left_early(line: NodeLine) -> bool:
