@@ -343,3 +343,16 @@ async def test_a_raylet_that_is_killed_ends_its_node_and_the_next_attempt_runs_e
     await until(lambda: not hosts(ray))
     ray.kill_node(host)
     ray.start_nodes(host)
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")
+async def test_nodes_that_wait_make_rays_autoscaler_bring_machines(tmp_path):
+    with ray_here.running(0, autoscaled=2) as cluster:
+        async with launching(RayLauncher(RayLauncher.Options(address=cluster.address), NODE)) as launcher:
+            nodes = [await launcher.launch(node_plan(tmp_path, index)) for index in range(2)]
+            await until(lambda: all(starts(node) for node in nodes), lambda: [node.last_words() for node in nodes])
+            for node in nodes:
+                await node.terminate(WAIT_S)
+                assert "leaves in order" in node.log.read_text()

@@ -7,6 +7,7 @@ Needs Ray, root, and control groups that can be written.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -48,6 +49,7 @@ class RayCluster:
     port: int
     cores: float | None
     cpus: int
+    autoscaled: int = 0  # machines that Ray's autoscaler may add; they belong to the head's control group
     groups: dict[str, ControlGroup] = field(default_factory=dict)
     _started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -78,13 +80,34 @@ class RayCluster:
         words = ["start", "--block", "--disable-usage-stats", "--node-ip-address=127.0.0.1", *ports]
         words += [f"--object-store-memory={STORE}", f"--num-cpus={0 if head else self.cpus}", "--num-gpus=0"]
         words += where if head else [f"--address={self.address}"]
+        settings = {**os.environ, **SETTINGS}
+        if head and self.autoscaled:
+            words += [f"--autoscaling-config={self._autoscaling()}"]
+            settings |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         if name not in self.groups:
             self.groups[name] = ControlGroup(f"ray-{name}", None if head else self.cores)
         with (self.folder / f"{name}.log").open("ab") as log:
             command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words]
             self._started[name] = self.groups[name].start(
-                *command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **SETTINGS}
+                *command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=settings
             )
+
+    def _autoscaling(self) -> Path:
+        """The settings of an autoscaler whose machines are raylets of this host (Ray's own provider for tests)."""
+        from ray._private.services import get_node_ip_address
+
+        machine = {"resources": {"CPU": self.cpus, "object_store_memory": STORE}, "max_workers": self.autoscaled}
+        nothing: dict[str, object] = {"resources": {"CPU": 0}, "max_workers": 0}
+        kinds = {name: {"node_config": {}, **kind} for name, kind in (("head", nothing), ("machine", machine))}
+        provider: dict[str, object] = {"type": "fake_multinode", "launch_multiple": True}
+        provider["gcs_address"] = f"{get_node_ip_address()}:{self.port}"
+        lists = [f"{which}_commands" for which in ("initialization", "setup", "head_setup", "worker_setup")]
+        lists += ["head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files"]
+        config = {"cluster_name": "tests", "max_workers": self.autoscaled, "upscaling_speed": 1.0}
+        config |= {"idle_timeout_minutes": 5, "file_mounts_sync_continuously": False, "head_node_type": "head"}
+        config |= {"provider": provider, "auth": {}, "file_mounts": {}, "available_node_types": kinds}
+        (file := self.folder / "autoscaling.json").write_text(json.dumps({**config, **{name: [] for name in lists}}))
+        return file
 
     def kill_raylet(self, name: str) -> None:
         """`kill -9` of the raylet alone: Ray's own processes on its node end when they notice it."""
@@ -129,12 +152,14 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def running(nodes: int = 3, cores: float | None = None, cpus: int = 1) -> Iterator[RayCluster]:
-    """A Ray of a head and so many nodes, `node1`, `node2` …, each with `cpus` as Ray counts them. Ended at the end."""
+def running(nodes: int = 3, cores: float | None = None, cpus: int = 1, autoscaled: int = 0) -> Iterator[RayCluster]:
+    """A Ray of a head and so many nodes, `node1`, `node2` …, each with `cpus` as Ray counts them, and `autoscaled`
+    more that come when they are wanted. Ended at the end.
+    """
     if find_spec("ray") is None:
         pytest.skip("needs Ray")
     folder, before = Path(tempfile.mkdtemp(prefix="ray-")), os.environ.get("RAY_AUTH_MODE")
-    cluster = RayCluster(folder, free_port(), cores, cpus)
+    cluster = RayCluster(folder, free_port(), cores, cpus, autoscaled)
     try:
         try:
             cluster.groups["head"] = ControlGroup("ray-head")
