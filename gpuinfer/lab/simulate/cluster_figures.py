@@ -15,11 +15,12 @@ SCHEMA = "gpuinfer.cluster-simulation/1"
 GIB = 1 << 30
 MEMORY_LIMIT = GIB  # of the coordinator's process
 BASE_BYTES = 100 << 20  # of a coordinator that has begun and has no nodes
-NODE_BYTES = 120 << 10  # of a node's connections, their buffers and what the core knows of it
+NODE_BYTES = 160 << 10  # of a node's connections, their buffers and what the core knows of it
 ITEM_BYTES = 49  # of a row that is with a node, beside its own bytes: an object and its place in a range
 INTERVAL_BYTES = 16
-COLUMNS = ("nodes", "time", "efficiency", "end idle", "ranges", "CPU", "network", "memory")
-EXCHANGE_COST_S, RANGE_COST_S, MB_COST_S = 200e-6, 250e-6, 1e-3  # of the coordinator's processor: docs/scale.md
+COLUMNS = ("nodes", "time", "efficiency", "idle", "ranges", "CPU", "network", "memory")
+EXCHANGE_COST_S, RANGE_COST_S, MB_COST_S = 100e-6, 200e-6, 600e-6  # of the coordinator's processor: docs/scale.md
+FIGURES_SHARE = 0.05  # of it, for the sum of all nodes' counters
 
 
 def memory_of(scenario: ClusterScenario, outcome: ClusterOutcome, name_bytes: float) -> dict[str, int]:
@@ -41,7 +42,7 @@ def run_figures(
     memory = memory_of(scenario, outcome, name_bytes)
     network = max(outcome.way_there_s, outcome.way_back_s) / seconds
     shares = {
-        "processor": outcome.processor_s / seconds,
+        "processor": outcome.processor_s / seconds + FIGURES_SHARE,
         "network": network,
         "memory": sum(memory.values()) / MEMORY_LIMIT,
     }
@@ -91,7 +92,7 @@ def cluster_page(document: Mapping[str, Any]) -> Page:
             whole(run["ranges"]),
             f"{run['shares']['processor']:.1%}",
             f"{run['shares']['network']:.1%}",
-            f"{sum(run['memory_bytes'].values()) / (1 << 20):,.0f} MiB",
+            f"{number(sum(run['memory_bytes'].values()))}B",
         ]
         for run in runs
     ]
@@ -105,11 +106,14 @@ def _notes(run: Mapping[str, Any]) -> Iterator[Note]:
     """Of the run with the most nodes."""
     files = f"; {whole(run['files'])} files, each gone once it is kept" if run["files"] else ""
     yield "a range", f"{number(run['range_rows_mean'])} rows on average{files}"
+    idle = run["idle_at_end_s"]
+    if idle:
+        yield "idle", f"a node at the end, on average; at most {idle['max']:.1f} s"
     yield "exchanges", f"{number(run['exchanges_per_s'])} a second"
     there, back = number(run["bytes_to_nodes_per_s"]), number(run["bytes_from_nodes_per_s"])
     yield "network", f"{there}B/s to the nodes, {back}B/s back"
     largest = sorted(run["memory_bytes"].items(), key=lambda item: -item[1])
-    yield "memory", ", ".join(f"{name} {size / (1 << 20):,.0f} MiB" for name, size in largest[:3] if size >= 1 << 20)
+    yield "memory", ", ".join(f"{name} {number(size)}B" for name, size in largest[:3])
     if run["lost_nodes"] or run["computed_again"]:
         again = whole(max(0, run["computed_again"]))
         yield "lost", f"{whole(run['lost_nodes'])} nodes were given up; {again} rows were computed again"
