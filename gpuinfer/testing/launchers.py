@@ -52,9 +52,9 @@ def check_launcher(
 ) -> list[Finding]:
     """Every promise of `launchers.base.Launcher`; `kind` is a class at the top of a module, `values` its options.
 
-    Each check may take `timeout_s`, or what `examiner` allows; one that starts processes 12 times as long, and
-    the last one 30 times. Where the
-    launcher says that it cannot work here, or that it starts nothing, the rest is not tried.
+    Each check may take `timeout_s`, or what `examiner` allows; one that starts processes 12 times as long, and the
+    last of them 30 times. Where the launcher says that it cannot work here, or that it starts nothing, the rest is not
+    tried.
     """
 
     def check(examiner: Examination) -> None:
@@ -168,8 +168,9 @@ class _LauncherExamination:
     def _plan(self, **more: Any) -> ProcessPlan:
         """Of a server; each has a number of its own."""
         self._index += 1
-        plan = ProcessPlan(f"replica-{self._index}", self._index, self._folder, self._files.words)
-        plan = replace(plan, files=(self._files.setup, self._files.key), **more)
+        files = (self._files.setup, self._files.key)
+        plan = ProcessPlan(f"replica-{self._index}", self._index, self._folder, self._files.words, files)
+        plan = replace(plan, **more)
         return replace(plan, arguments=(*plan.arguments, "--ready-file", str(plan.ready_file))) if plan.serves else plan
 
     @contextlib.asynccontextmanager
@@ -246,7 +247,9 @@ class _LauncherExamination:
             return "it has ended, and `alive` is True." if process.alive else None
 
     async def _fault_of_owner(self) -> str | None:
-        plan, kind = self._plan(), type(self._launcher)
+        own = self._folder / "owner"  # not ours: by what lies there a launcher may see that its process lives
+        own.mkdir(mode=0o700, exist_ok=True)
+        plan, kind = self._plan(folder=own), type(self._launcher)
         options = self._launcher.options.model_dump(mode="json", exclude_unset=True)
         given = {"module": kind.__module__, "kind": kind.__qualname__, "options": options, "limit_s": self._limit_s}
         given |= {"index": plan.index, "folder": str(plan.folder), "arguments": plan.arguments}
