@@ -47,15 +47,11 @@ REFUSED = {
     "--out l --batch-size 99999": "--batch-size: 99999 is more than 65536",
     "--out l --dtype float16": "gradients vanish",
     "--out l --itrations 3": "Did you mean '--iterations'?",
-    "--out l --backend=fleet": "train has a model of gradients, and the backend 'fleet' serves",
 }
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.items())
-def test_a_loop_that_cannot_be_is_refused_before_any_game(gpuinfer, empty_folder, monkeypatch, words, message):
-    if "--backend=fleet" in words:
-        words = words.removesuffix(" --backend=fleet")
-        monkeypatch.setenv("GPUINFER_BACKEND", "fleet")
+def test_a_loop_that_cannot_be_is_refused_before_any_game(gpuinfer, empty_folder, words, message):
     code, out, err = gpuinfer("loop", *words.split())
     assert (code, out, message in err) == (2, "", True), err
     assert not Path("l").exists()
