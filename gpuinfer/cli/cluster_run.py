@@ -12,12 +12,16 @@ from gpuinfer import api
 from gpuinfer.config import blame, options, registry
 from gpuinfer.config.settings import Settings, table_name
 from gpuinfer.errors import UsageError
+from gpuinfer.host import machine
 from gpuinfer.launchers import base
 
 if TYPE_CHECKING:
     from gpuinfer.cluster.messages import Job
     from gpuinfer.cluster.node_processes import NodesPlan
     from gpuinfer.runtime.run import RunPlan
+
+
+LEAST_HERE, HERE_A_CORE = 8, 4  # nodes that may be had on this machine: so many at least, and so many a core
 
 
 class ClusterOptions(api.Options):
@@ -66,6 +70,11 @@ def nodes_plan(merged: Settings) -> NodesPlan:
     count = wanted.nodes if wanted.nodes is not None else room
     if count is None:
         raise UsageError(f"--launcher {launcher_name}: how many nodes? Add -L nodes=4.")
+    if launcher.here and count > (most := max(LEAST_HERE, HERE_A_CORE * machine.cores())):
+        raise UsageError(
+            f"-L nodes={count} on this machine: more than {most} nodes on {machine.cores()} cores only take turns, and "
+            "each needs memory for its own model. Ask for fewer, or name a launcher for other machines."
+        )
     if common.nodes_min > count > 0:
         raise UsageError(
             f"--nodes-min {common.nodes_min} is more than the {count} nodes that there are to be. Ask for more with "

@@ -188,3 +188,11 @@ def test_a_node_without_the_key_is_refused(command, tmp_path):
     assert stranger.returncode == 2, said
     assert "key" in said
     assert process.wait(WAIT_S) == 0
+
+
+def test_more_nodes_than_this_machine_can_have_are_refused_before_any_is_started(command):
+    process = command("numbers", "--launcher", "local", "-L", "nodes=100000")
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert "only take turns" in said
+    assert said.rstrip().endswith("Ask for fewer, or name a launcher for other machines.")
