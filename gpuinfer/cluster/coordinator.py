@@ -435,10 +435,10 @@ class Coordinator:
             self._core.not_kept(entry.number, start, stop)
             raise
         self._core.kept(entry.number, start, stop, now, size=len(exchange.body))
-        if self._core.over:
-            self.figures.ended(time.monotonic())
         self._processes.worked(entry.hello.index)
         if self._core.over:
+            self._processes.end()  # at once: nodes that hear of it leave
+            self.figures.ended(time.monotonic())
             self._wake()
         return messages.encode(KeptReply(kept=True))
 
