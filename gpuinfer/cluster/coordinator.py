@@ -29,9 +29,11 @@ from gpuinfer.cluster.range_policy import RangePolicy
 from gpuinfer.config import registry
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.plan import is_loopback
 from gpuinfer.host.files import put_whole
 from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.network import ListenFlags
 from gpuinfer.http.parser import HttpLimits
 from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
@@ -161,11 +163,18 @@ class Coordinator:
         except ValueError as error:
             raise UsageError(f"-L coordinator={address}: {error}. Write HOST or HOST:PORT.") from None
         host = (parts.hostname if parts else None) or launcher.reached_at()
+        if is_loopback(launcher.bind) and not is_loopback(host):
+            raise UsageError(
+                f"nodes would dial {host}, and --launcher {launcher.name} has the coordinator listen on "
+                f"{launcher.bind} alone, which no other machine reaches. Write -L coordinator=127.0.0.1"
+                f"{f':{port}' if port else ''}, or let it listen elsewhere: --launcher external -L bind=0.0.0.0."
+            )
         names = LOOPBACK if launcher.bind == "127.0.0.1" else None
         routes = RouteTable(self._routes(), Access(Keys([self._processes.key]), None, names))
         limits = HttpLimits(body_bytes=messages.RECORDS_BYTES, bodies_bytes=2 * messages.RECORDS_BYTES, body_s=600.0)
         self._server = HttpServer(routes, limits, quick=routes.quick)
-        port = await self._server.listen(launcher.bind, port)
+        flags = ListenFlags("-L bind=", f"-L coordinator={host}:")
+        port = await self._server.listen(launcher.bind, port, flags=flags)
         self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
         log.info("nodes reach the coordinator at %s", self.address)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import socket
 import tempfile
@@ -38,6 +39,8 @@ SHORTEST_S = 0.05  # between two exchanges
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries
 SENDERS = 2  # ranges that are sent at once
 GONE, REFUSED = 410, 409  # statuses: this node is not known any more; it cannot join
+
+log = logging.getLogger(__name__)
 
 
 class NodeWorkload(Workload):
@@ -289,7 +292,7 @@ class Node:
 
     def _apply(self, reply: CoordinatorReply) -> bool:
         """Whether there is more to do than before."""
-        self._use_folder = reply.use_folder
+        self._use_folder = reply.use_folder and self._sees_folder
         self._feed.total = reply.total
         if reply.ranges:
             self._feed.add(reply.ranges)
@@ -331,22 +334,29 @@ class Node:
         if self._use_folder and folder is not None and records:
             name = f"{work.start:012d}-{work.stop:012d}.node-{self._welcome.node}"
             place = Path(folder) / messages.RANGES_FOLDER / name
-            try:
-                await asyncio.to_thread(put_whole, place, functools.partial(_write, records))
-            except OSError as error:
-                raise WorkError(
-                    f"{place} cannot be written: {error.strerror}. Mend that, and start the run again with --resume."
-                ) from error
-            response = await self._client.post(
-                f"{messages.RECORDS}?{urlencode({**query, 'file': name})}", b"", RECORDS_S
-            )
-            reply: KeptReply = messages.decode(response.body, KeptReply)
-            if reply.seen:
-                return reply
-            place.unlink(missing_ok=True)
+            if await self._written(place, records):
+                response = await self._client.post(
+                    f"{messages.RECORDS}?{urlencode({**query, 'file': name})}", b"", RECORDS_S
+                )
+                reply: KeptReply = messages.decode(response.body, KeptReply)
+                if reply.seen:
+                    return reply
+                place.unlink(missing_ok=True)
         response = await self._client.post(f"{messages.RECORDS}?{urlencode(query)}", records, RECORDS_S)
         kept: KeptReply = messages.decode(response.body, KeptReply)
         return kept
+
+    async def _written(self, place: Path, records: bytes) -> bool:
+        """Whether the records lie there. Where this node cannot write, they go over the wire from now on, and the
+        coordinator sees for itself whether the disk is full.
+        """
+        try:
+            await asyncio.to_thread(put_whole, place, functools.partial(_write, records))
+        except OSError as error:
+            log.warning("%s cannot be written: %s. Records go over the wire.", place, error.strerror)
+            self._sees_folder = self._use_folder = False
+            return False
+        return True
 
 
 def _write(records: bytes, file: Any) -> None:

@@ -19,6 +19,7 @@ import ssl
 import stat
 import struct
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -31,12 +32,25 @@ from gpuinfer.host.files import read_regular
 BACKLOG = 4096
 
 
-def bind_tcp(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
-    """One socket for each address of `host`, all of one port; 0: one that is free. Raises UsageError."""
+@dataclass(frozen=True, slots=True)
+class ListenFlags:
+    """What stands before an address, and before a port, on the command line that says where to listen."""
+
+    host: str = "--host "
+    port: str = "--port "
+
+
+SERVER_FLAGS = ListenFlags()
+
+
+def bind_tcp(host: str, port: int, reuse_port: bool, flags: ListenFlags = SERVER_FLAGS) -> list[socket.socket]:
+    """One socket for each address of `host`, all of one port; 0: one that is free. Raises UsageError, which names
+    `flags`.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"there is no address '{host}' ({error}). Use --host 127.0.0.1.") from None
+        raise UsageError(f"there is no address '{host}' ({error}). Use {flags.host}127.0.0.1.") from None
     made: list[socket.socket] = []
     try:
         for family, _, _, _, address in dict.fromkeys(found):
@@ -46,7 +60,7 @@ def bind_tcp(host: str, port: int, reuse_port: bool) -> list[socket.socket]:
     except OSError as error:
         for one in made:
             one.close()
-        raise _complaint(host, port, error) from None
+        raise _complaint(host, port, error, flags) from None
     return made
 
 
@@ -97,12 +111,12 @@ def bind_unix(path: str) -> socket.socket:
     return made
 
 
-def _complaint(host: str, port: int, error: OSError) -> UsageError:
+def _complaint(host: str, port: int, error: OSError, flags: ListenFlags) -> UsageError:
     """Why a port cannot be had; of one in use by whom, as far as this user may see it, and which one is free."""
     if error.errno in (errno.EACCES, errno.EPERM):
-        return UsageError(f"port {port} of {host} is not for ordinary users. Use --port 8000.")
+        return UsageError(f"port {port} of {host} is not for ordinary users. Use {flags.port}8000.")
     if error.errno == errno.EADDRNOTAVAIL:
-        return UsageError(f"this machine has no address '{host}'. Use --host 127.0.0.1.")
+        return UsageError(f"this machine has no address '{host}'. Use {flags.host}127.0.0.1.")
     if error.errno != errno.EADDRINUSE:
         return UsageError(f"cannot listen on port {port} of {host} ({error.strerror or error}). Use another.")
     cure, holder = "Stop it, or use another port.", ""
@@ -110,7 +124,7 @@ def _complaint(host: str, port: int, error: OSError) -> UsageError:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0], socket.SOCK_STREAM) as probe:
             probe.bind(found[4])
-            cure = f"Use --port {probe.getsockname()[1]}, which is free, or stop it."
+            cure = f"Use {flags.port}{probe.getsockname()[1]}, which is free, or stop it."
     with contextlib.suppress(psutil.Error, OSError):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:

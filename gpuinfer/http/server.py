@@ -60,9 +60,19 @@ class HttpServer:
         self._every = max(0.01, min(CHECK_S, min(times) / 4))
         self._look_again()
 
-    async def listen(self, host: str, port: int, *, reuse_port: bool = False, tls: Certificate | None = None) -> int:
-        """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours."""
-        sockets = network.bind_tcp(host, port, reuse_port)
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        *,
+        reuse_port: bool = False,
+        tls: Certificate | None = None,
+        flags: network.ListenFlags = network.SERVER_FLAGS,
+    ) -> int:
+        """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours.
+        `flags`: those that have said where.
+        """
+        sockets = network.bind_tcp(host, port, reuse_port, flags)
         if tls is not None:
             self._tls = tls.of_server(self.limits.head_s)
         for one in sockets:
