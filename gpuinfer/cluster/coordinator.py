@@ -94,7 +94,7 @@ class Coordinator:
         self._stopping = self._over = False
         self._begun = False  # enough nodes have joined
         self._few_since: float | None = None  # since when there are fewer nodes than there must be
-        self._failed_nodes: list[str] = []
+        self._refusals: set[str] = set()  # of nodes that could not join, as they were said
         self._before = 0
         self._opened = time.monotonic()
         self.address = ""
@@ -327,6 +327,9 @@ class Coordinator:
                 "of two versions must not be mixed. Install the same on all machines."
             )
             self._processes.refused(hello.index, why)
+            if not self._plan.launcher.starts and str(why) not in self._refusals:
+                self._refusals.add(str(why))  # once, however often others start it
+                log.warning("%s", why)
             raise why
         if abs(ahead_s := hello.clock - time.time()) > CLOCK_S:
             log.warning(

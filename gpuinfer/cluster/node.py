@@ -124,6 +124,11 @@ class NodeClient:
                 why = error_words(response.status, response.body)
                 if response.status == GONE:
                     raise WorkError(why)
+                if response.status == 401:
+                    raise UsageError(
+                        f"the coordinator at {self.url} has another key than this node. Give --key-file the file that "
+                        "it names at its start: each run has a new key."
+                    )
                 if response.status < 500:
                     raise UsageError(why)
             if time.monotonic() > until:
