@@ -34,6 +34,7 @@ from gpuinfer.http.client import ClientError, HttpClient, HttpResponse, error_wo
 from gpuinfer.runtime.run import RunHandle, RunUpdate, execute
 
 ANSWER_S = 20.0  # for the coordinator to answer an exchange
+LEAVE_S = 5.0  # to hear that this node leaves: the coordinator may have ended by then
 RECORDS_S = 600.0  # to take the records of a range
 SHORTEST_S = 0.05  # between two exchanges
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries
@@ -314,8 +315,8 @@ class Node:
         if self._left:
             return
         self._left = True
-        with contextlib.suppress(WorkError, UsageError):  # it is gone, or knows
-            async with asyncio.timeout(ANSWER_S):
+        with contextlib.suppress(WorkError, UsageError, TimeoutError):  # it is gone, or knows
+            async with asyncio.timeout(LEAVE_S):
                 await self._client.post(
                     messages.EXCHANGE, messages.encode(self._state(leaving=True, failure=failure, refuses=refuses))
                 )

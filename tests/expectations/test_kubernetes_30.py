@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 from typing import Any
 
@@ -17,7 +18,7 @@ import yaml
 from hypothesis import strategies
 from monitoring.exposed import everything, labels_of
 from ports import free_port
-from serving.replica_servers import write_keys
+from serving.replica_servers import until, write_keys
 
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
@@ -421,6 +422,10 @@ def test_nodes_that_others_start_do_the_work_of_a_run_and_leave_when_it_is_over(
     words += ["--max-new-tokens", "4", "--launcher", "external", "-L", "key_file=key", "-L", f"coordinator={address}"]
     coordinator = forking.Forked(["gpuinfer", *words, "-L", "nodes=2", "--json", "report.json"], tmp_path, text=True)
     node = ["gpuinfer", "node", address, "--key-file", "key"]
+    write_keys(tmp_path / "other", "another-key")
+    stranger = forking.run([*node[:-1], "other"], tmp_path)
+    assert stranger.returncode == 2
+    assert "Give --key-file the file that it names at its start" in stranger.stderr
     nodes = [forking.Forked([*node, "--index", str(number)], tmp_path, text=True) for number in range(2)]
     try:
         said = [one.communicate(timeout=WAIT_S) for one in (coordinator, *nodes)]
@@ -431,6 +436,43 @@ def test_nodes_that_others_start_do_the_work_of_a_run_and_leave_when_it_is_over(
     finally:
         for one in (coordinator, *nodes):
             one.kill()
+
+
+@pytest.mark.thorough
+def test_a_node_that_cannot_write_into_the_folder_sends_its_records_over_the_wire(tmp_path):
+    write_keys(tmp_path / "key", "a-key-of-the-tests")
+    address = f"127.0.0.1:{free_port()}"
+    words = ["selfplay", "--model", "uniform", "--games", "3000", "--simulations", "8", "--determinizations", "2"]
+    words += ["--workers", "1", "--no-roofline", "--out", "games", "--launcher", "external", "-L", "key_file=key"]
+    started = ["gpuinfer", *words, "-L", f"coordinator={address}", "--json", "report.json"]
+    coordinator = forking.Forked(started, tmp_path, text=True)
+    node = forking.Forked(["gpuinfer", "node", address, "--key-file", "key"], tmp_path, text=True)
+    try:
+        folder = tmp_path / "games" / ".ranges"
+        until(lambda: (folder / "node-0.probe").exists() or node.poll() is not None, lambda: "no node has joined")
+        folder.rename(folder.with_name(".taken-away"))
+        said = [one.communicate(timeout=2 * WAIT_S) for one in (coordinator, node)]
+        assert [one.returncode for one in (coordinator, node)] == [0, 0], said
+        assert "cannot be written: No such file or directory. Records go over the wire." in said[1][1]
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert (report["status"], report["progress"]["done"]) == ("done", 3000)
+    finally:
+        for one in (coordinator, node):
+            one.kill()
+
+
+def test_an_address_of_the_coordinator_that_cannot_be_had_is_mended_by_the_option_that_says_it(gpuinfer, empty_folder):
+    (empty_folder / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    words = ("generate", "--model", "tiny", "--input", "prompts.jsonl", "--output", "answers.jsonl")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = gpuinfer(*words, "--launcher", "external", "-L", f"coordinator=127.0.0.1:{port}")
+    assert code == 2
+    assert "in use" in err
+    assert "Use -L coordinator=127.0.0.1:" in err
+    code, _, err = gpuinfer(*words, "--launcher", "external", "-L", "coordinator=10.0.0.5:7411")
+    assert code == 2
+    assert "-L bind=0.0.0.0" in err
 
 
 def test_replicas_of_a_server_have_to_be_started_by_somebody(gpuinfer, empty_folder):
