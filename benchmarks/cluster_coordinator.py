@@ -30,7 +30,7 @@ from gpuinfer.api import Limits, Setup
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.coordinator import Coordinator
-from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
+from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeMessage, Welcome
 from gpuinfer.cluster.node_figures import ClusterFigures, NodeMachine, NodeReport, packed
 from gpuinfer.cluster.node_processes import NodesPlan
 from gpuinfer.config import registry
@@ -172,7 +172,7 @@ class PretendedNode:
         response = await self._client.request("POST", path, body, timeout_s=120)
         if response.status != 200:
             raise SystemExit(f"{path}: {response.status} {response.body[:200]!r}")
-        return messages.decode(response.body, kind)
+        return messages.decode_message(response.body, kind)
 
     async def run(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -183,13 +183,13 @@ class PretendedNode:
             clock=time.time(),
             machine=NodeMachine(host="here", cores=1),
         )
-        welcome = await self._post(messages.JOIN, messages.encode(hello), Welcome)
+        welcome = await self._post(messages.JOIN, messages.encode_message(hello), Welcome)
         sequence = itertools.count(1)
         node, sender = self._node, asyncio.create_task(self._send_on(welcome))
         try:
             while True:
                 now = time.monotonic()
-                state = NodeState(
+                state = NodeMessage(
                     node=welcome.node,
                     run=welcome.run,
                     sequence=next(sequence),
@@ -200,11 +200,13 @@ class PretendedNode:
                     report=NodeReport(snapshot=self._load.snapshot, setup=False, elapsed_s=now - node.joined),
                 )
                 self._released = []
-                reply = await self._post(messages.EXCHANGE, messages.encode(state), CoordinatorReply)
+                reply = await self._post(messages.EXCHANGE, messages.encode_message(state), CoordinatorReply)
                 if reply.over or reply.stop:
                     await self._post(
                         messages.EXCHANGE,
-                        messages.encode(NodeState(node=welcome.node, run=welcome.run, done=0, on_hand=0, leaving=True)),
+                        messages.encode_message(
+                            NodeMessage(node=welcome.node, run=welcome.run, done=0, on_hand=0, leaving=True)
+                        ),
                         CoordinatorReply,
                     )
                     return

@@ -136,7 +136,7 @@ def app(name: str, parameters: Parameters, text: str, call: Callable[..., None])
     call.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     call.__annotations__ = {key: parameter.annotation for key, parameter in parameters.items()}
     made = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    made.command(name, help=plain(text), context_settings={"help_option_names": ["-h", "--help"]})(call)
+    made.command(name, help=escape_markup(text), context_settings={"help_option_names": ["-h", "--help"]})(call)
     return made
 
 
@@ -199,10 +199,10 @@ def _parameter(
 
 def _help(text: str, default: str | None) -> str:
     shown = f"{text} [default: {default}]" if default is not None else text
-    return plain(shown.strip())
+    return escape_markup(shown.strip())
 
 
-def plain(text: str) -> str:
+def escape_markup(text: str) -> str:
     """For Typer, which would take `[onnx]` for markup, and leave it out."""
     return text.replace("[", r"\[")
 

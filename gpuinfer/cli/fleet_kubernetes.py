@@ -238,8 +238,8 @@ def add_to(app: typer.Typer) -> None:
     about = "A folder for a file of each manifest; none is written over [standard output]."
     words = f"The command as on one machine, behind --: serve, selfplay, generate or rollouts [{shlex.join(DEFAULT)}]."
     more: dict[str, Any] = {
-        "output": Annotated[Path | None, typer.Option(metavar="DIR", help=flags.plain(about))],
-        "words": Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND …]", help=flags.plain(words))],
+        "output": Annotated[Path | None, typer.Option(metavar="DIR", help=flags.escape_markup(about))],
+        "words": Annotated[list[str] | None, typer.Argument(metavar="[-- COMMAND …]", help=flags.escape_markup(words))],
     }
     parameters = [
         *own.values(),
@@ -250,4 +250,5 @@ def add_to(app: typer.Typer) -> None:
     ]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {one.name: one.annotation for one in parameters}
-    app.command("kubernetes", help=flags.plain(TEXT), context_settings={"help_option_names": ["-h", "--help"]})(call)
+    text = flags.escape_markup(TEXT)
+    app.command("kubernetes", help=text, context_settings={"help_option_names": ["-h", "--help"]})(call)

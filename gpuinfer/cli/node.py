@@ -43,7 +43,7 @@ def node(
     if leave_with_parent:
         children.end_with_parent()
     if cpus:
-        os.sched_setaffinity(0, cores_of(cpus))
+        os.sched_setaffinity(0, parse_cores(cpus))
     log_to_people(verbose)
     from gpuinfer.cluster.node import run_node
     from gpuinfer.http.access import read_keys
@@ -57,7 +57,7 @@ def node(
     print(f"node · {left}", file=sys.stderr)
 
 
-def cores_of(text: str) -> set[int]:
+def parse_cores(text: str) -> set[int]:
     """`0,2-3` as numbers. Raises `UsageError`, also for cores that this process may not use."""
     found = set[int]()
     try:

@@ -63,7 +63,7 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import log_to_people
-    from gpuinfer.lab.simulate.cluster_figures import cluster_document, cluster_page, run_figures
+    from gpuinfer.lab.simulate.cluster_figures import cluster_document, cluster_page, cluster_run_figures
     from gpuinfer.lab.simulate.simulated_cluster import simulate_cluster
 
     merged = merge(NAME, values)
@@ -83,7 +83,7 @@ def execute(values: Mapping[str, Any]) -> int:
                     raise
                 print(f"stopped; {len(runs)} of {len(counts)} are simulated", file=sys.stderr)
                 break
-            runs.append(run_figures(scenario, policy, outcome, options.name_bytes, options.folder))
+            runs.append(cluster_run_figures(scenario, policy, outcome, options.name_bytes, options.folder))
             if len(counts) > 1 and not common.quiet:
                 print(f"{len(runs)} of {len(counts)} · {nodes:,} nodes", file=sys.stderr, flush=True)
     command = flags.spelled("simulate", values).replace("simulate", NAME, 1)  # two words

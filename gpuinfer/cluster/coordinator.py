@@ -22,7 +22,7 @@ import msgspec
 from gpuinfer.api import Progress
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.coordinator_core import CoordinatorCore
-from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
+from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeMessage, Welcome
 from gpuinfer.cluster.node_figures import ClusterFigures, RangeFigures
 from gpuinfer.cluster.node_processes import NodeProcesses, NodesPlan
 from gpuinfer.cluster.range_policy import RangePolicy
@@ -112,7 +112,7 @@ class Coordinator:
             folder = self._division.folder
             self._job = msgspec.structs.replace(
                 self._job,
-                settings=messages.plain(self._division.settings),
+                settings=messages.as_json(self._division.settings),
                 folder=None if folder is None else str(folder.absolute()),
             )
             if folder is not None:
@@ -319,7 +319,7 @@ class Coordinator:
         return handle
 
     async def _answer_join(self, exchange: Exchange) -> bytes:
-        hello: Hello = messages.decode(exchange.body, Hello)
+        hello: Hello = messages.decode_message(exchange.body, Hello)
         entry = NodeEntry(len(self._nodes), hello)
         if hello.gpuinfer != registry.own_version():
             why = UsageError(
@@ -353,10 +353,10 @@ class Coordinator:
             total=self._division.total,
             roofline=self._job.roofline and self.figures.measures_roofline(entry.number),
         )
-        return messages.encode(Welcome(node=entry.number, run=self._run, clock=time.time(), job=job))
+        return messages.encode_message(Welcome(node=entry.number, run=self._run, clock=time.time(), job=job))
 
     async def _answer_exchange(self, exchange: Exchange) -> bytes:
-        state: NodeState = messages.decode(exchange.body, NodeState)
+        state: NodeMessage = messages.decode_message(exchange.body, NodeMessage)
         entry = self._entry(state.node, state.run)
         if entry.state != "joined":
             raise UnknownNode(f"{entry.name} was given up ({entry.reason or entry.state}). Start it again.")
@@ -366,7 +366,7 @@ class Coordinator:
         # A node that repeats an exchange has not had the reply: it gets the same one, with the ranges leased to it.
         return await asyncio.shield(entry.answer)
 
-    async def _exchange(self, entry: NodeEntry, state: NodeState) -> bytes:
+    async def _exchange(self, entry: NodeEntry, state: NodeMessage) -> bytes:
         now = time.monotonic()
         if entry.sees_folder != state.sees_folder:
             log.info("%s sees %s, and writes its records there", entry.name, self._division.folder)
@@ -384,10 +384,10 @@ class Coordinator:
             self._leave(entry, "failed" if state.failure else "left", state.failure, now)
             if state.refuses:
                 self._processes.refused(entry.hello.index, UsageError(f"{entry.name}: {state.failure}"))
-            return messages.encode(CoordinatorReply(over=True))
-        return messages.encode(await self._reply(entry, state))
+            return messages.encode_message(CoordinatorReply(over=True))
+        return messages.encode_message(await self._reply(entry, state))
 
-    async def _reply(self, entry: NodeEntry, state: NodeState) -> CoordinatorReply:
+    async def _reply(self, entry: NodeEntry, state: NodeMessage) -> CoordinatorReply:
         """What the node is to do: at once, or when there is something, for `EXCHANGE_S` at most."""
         until = time.monotonic() + messages.EXCHANGE_S
         while True:
@@ -433,13 +433,13 @@ class Coordinator:
         if (name := query.get("file")) is not None:
             place = self._file_of(name)
             if not await asyncio.to_thread(place.is_file):
-                return messages.encode(KeptReply(kept=False, seen=False))
+                return messages.encode_message(KeptReply(kept=False, seen=False))
             records = place
         now = time.monotonic()
         if not self._core.may_keep(entry.number, start, stop):
             if isinstance(records, Path):
                 records.unlink(missing_ok=True)
-            return messages.encode(KeptReply(kept=False, missing=tuple(self._core.missing(start, stop))))
+            return messages.encode_message(KeptReply(kept=False, missing=tuple(self._core.missing(start, stop))))
         try:
             async with self._disk, self.figures.keeping():
                 await self._division.keep(WorkRange(start, stop), records)
@@ -452,7 +452,7 @@ class Coordinator:
             self._processes.end()  # at once: nodes that hear of it leave
             self.figures.ended(time.monotonic())
             self._wake()
-        return messages.encode(KeptReply(kept=True))
+        return messages.encode_message(KeptReply(kept=True))
 
     async def _answer_weights(self, exchange: Exchange) -> bytes:
         place = self._division.weights(exchange.query.get("version", ""))

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from gpuinfer.cluster.ledger import IntervalSet, RangeSet
-from gpuinfer.cluster.node_state import LostNode, NodeFigures, NodeState, Presence, figures_of
+from gpuinfer.cluster.node_state import LostNode, NodeFigures, NodeState, Presence, describe_node
 from gpuinfer.cluster.range_policy import Grant, RangePolicy
 from gpuinfer.cluster.run_counts import Counts, RangeCounts
 from gpuinfer.division import Interval, WorkRange
@@ -303,7 +303,7 @@ class CoordinatorCore:
     def nodes(self) -> list[NodeFigures]:
         """Of all nodes by number, those that are gone too."""
         return [
-            figures_of(self._nodes.get(number) or self._gone[number]) for number in sorted(self._nodes | self._gone)
+            describe_node(self._nodes.get(number) or self._gone[number]) for number in sorted(self._nodes | self._gone)
         ]
 
     @property

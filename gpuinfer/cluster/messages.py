@@ -1,7 +1,7 @@
 """What coordinator and nodes send one another, as msgpack over HTTP.
 
 POST /cluster/join      Hello → Welcome, with the job
-POST /cluster/exchange  NodeState → CoordinatorReply, every `EXCHANGE_S` and whenever a node runs low
+POST /cluster/exchange  NodeMessage → CoordinatorReply, every `EXCHANGE_S` and whenever a node runs low
 GET  /cluster/weights   the file of a version, which is in the query
 POST /cluster/records   the bytes of a range → KeptReply; the range, and a file that has them instead, in the query
 """
@@ -67,7 +67,7 @@ class Welcome(Struct, frozen=True, kw_only=True):
     job: Job
 
 
-class NodeState(Struct, kw_only=True):
+class NodeMessage(Struct, kw_only=True):
     """How a node is. `done`: its units so far; `on_hand`: units that it holds and has not begun."""
 
     node: int
@@ -109,16 +109,16 @@ class KeptReply(Struct, kw_only=True):
     missing: tuple[Interval, ...] = ()
 
 
-def plain(settings: Mapping[str, Any]) -> Any:
+def as_json(settings: Mapping[str, Any]) -> Any:
     """The settings as JSON has them, so that those of two machines can be compared."""
     return json.loads(json.dumps(dict(settings)))
 
 
-def encode(message: Struct) -> bytes:
+def encode_message(message: Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def decode(body: bytes, kind: type[Struct]) -> Any:
+def decode_message(body: bytes, kind: type[Struct]) -> Any:
     """Raises `UsageError` for anything else."""
     try:
         return msgspec.msgpack.decode(body, type=kind)

@@ -22,7 +22,7 @@ from urllib.parse import urlencode
 
 from gpuinfer.api import Backend, Infer, ModelSpec, Plugin, Progress, Setup, Strategy, Workload
 from gpuinfer.cluster import messages
-from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
+from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeMessage, Welcome
 from gpuinfer.cluster.node_feed import FinishedRange, NodeFeed
 from gpuinfer.cluster.node_meter import NodeMeter
 from gpuinfer.cluster.node_report import NodeMachine
@@ -75,7 +75,7 @@ class NodeWorkload(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         """Raises `UsageError` where this machine would compute other records than the coordinator means."""
         deciding = dict(await asyncio.to_thread(self.inner.deciding, infer.arithmetic))
-        if shown := differences(self._job.settings, messages.plain(deciding)):
+        if shown := differences(self._job.settings, messages.as_json(deciding)):
             raise UsageError(
                 f"this node would compute something else than the run ({shown}). Give it the same files and packages "
                 "as the machine of the coordinator."
@@ -177,8 +177,8 @@ class Node:
             index=self._index,
             attempt=self._attempt,
         )
-        response = await self._client.post(messages.JOIN, messages.encode(hello))
-        self._welcome = messages.decode(response.body, Welcome)
+        response = await self._client.post(messages.JOIN, messages.encode_message(hello))
+        self._welcome = messages.decode_message(response.body, Welcome)
         self._meter.clock_offset_s = hello.clock - self._welcome.clock
         try:
             with tempfile.TemporaryDirectory(prefix="gpuinfer-node-") as folder:
@@ -265,10 +265,10 @@ class Node:
     def _call_soon(self) -> None:
         self._soon.set()
 
-    def _state(self, **more: Any) -> NodeState:
+    def _state(self, **more: Any) -> NodeMessage:
         released, self._released = tuple(self._released), []
         self._sequence += 1
-        return NodeState(
+        return NodeMessage(
             sequence=self._sequence,
             node=self._welcome.node,
             run=self._welcome.run,
@@ -285,8 +285,8 @@ class Node:
         pause_s = SHORTEST_S
         while not self._left:
             self._soon.clear()
-            response = await self._client.post(messages.EXCHANGE, messages.encode(self._state()))
-            reply: CoordinatorReply = messages.decode(response.body, CoordinatorReply)
+            response = await self._client.post(messages.EXCHANGE, messages.encode_message(self._state()))
+            reply: CoordinatorReply = messages.decode_message(response.body, CoordinatorReply)
             got = self._apply(reply)
             pause_s = SHORTEST_S if got else min(messages.EXCHANGE_S, 2 * pause_s)
             hungry = not self._feed.on_hand and not reply.over
@@ -318,7 +318,8 @@ class Node:
         with contextlib.suppress(WorkError, UsageError, TimeoutError):  # it is gone, or knows
             async with asyncio.timeout(LEAVE_S):
                 await self._client.post(
-                    messages.EXCHANGE, messages.encode(self._state(leaving=True, failure=failure, refuses=refuses))
+                    messages.EXCHANGE,
+                    messages.encode_message(self._state(leaving=True, failure=failure, refuses=refuses)),
                 )
 
     # Records
@@ -344,12 +345,12 @@ class Node:
                 response = await self._client.post(
                     f"{messages.RECORDS}?{urlencode({**query, 'file': name})}", b"", RECORDS_S
                 )
-                reply: KeptReply = messages.decode(response.body, KeptReply)
+                reply: KeptReply = messages.decode_message(response.body, KeptReply)
                 if reply.seen:
                     return reply
                 place.unlink(missing_ok=True)
         response = await self._client.post(f"{messages.RECORDS}?{urlencode(query)}", records, RECORDS_S)
-        kept: KeptReply = messages.decode(response.body, KeptReply)
+        kept: KeptReply = messages.decode_message(response.body, KeptReply)
         return kept
 
     async def _written(self, place: Path, records: bytes) -> bool:

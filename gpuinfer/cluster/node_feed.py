@@ -15,7 +15,7 @@ WAITING_RANGES = 8  # of finished ranges that wait to be sent, before `room` wai
 
 
 @dataclass(eq=False)
-class Lease:
+class LeasedRange:
     """A range that this node has. Units before `taken` are the workload's; released units lower `stop`."""
 
     work: WorkRange
@@ -47,7 +47,7 @@ class NodeFeed(RangeFeed):
         self.room_s = 0.0  # it waited since too many records were to be sent
         self.finished: deque[FinishedRange] = deque()  # to be sent
         self._low, self._asynchronous = low, asynchronous
-        self._leases: list[Lease] = []  # those that are not sent, as they came
+        self._leases: list[LeasedRange] = []  # those that are not sent, as they came
         self._over = False
         self._waiters: list[asyncio.Future[None]] = []
         self._waiting_for = 0  # units, by all that wait in `take`
@@ -123,7 +123,7 @@ class NodeFeed(RangeFeed):
             self._empty_s += (now - self._counted_at) * (1 - self._under_way / self._most_under_way)
             self._counted_at = now
 
-    def _next(self) -> Lease | None:
+    def _next(self) -> LeasedRange | None:
         """The lease of which units may be taken now."""
         if self._changing:
             return None
@@ -170,7 +170,7 @@ class NodeFeed(RangeFeed):
 
     def add(self, ranges: Iterable[WorkRange]) -> None:
         """Units that the coordinator has leased to this node."""
-        self._leases += [Lease(work, work.start, work.stop) for work in ranges]
+        self._leases += [LeasedRange(work, work.start, work.stop) for work in ranges]
         self._wake()
 
     def release(self, units: int) -> list[Interval]:
@@ -234,7 +234,7 @@ class NodeFeed(RangeFeed):
         """Whether nothing that is finished waits or is on its way."""
         return not self.finished and not self._sending
 
-    def _finish(self, lease: Lease) -> None:
+    def _finish(self, lease: LeasedRange) -> None:
         self._leases.remove(lease)
         work = lease.work.part(lease.work.start, lease.stop)
         self.finished.append(FinishedRange(work, [lease.records[number] for number in range(work.start, work.stop)]))

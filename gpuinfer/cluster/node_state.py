@@ -146,7 +146,7 @@ class NodeFigures:
     duplicates: int  # units of which it brought records when there were some already
 
 
-def figures_of(node: NodeState) -> NodeFigures:
+def describe_node(node: NodeState) -> NodeFigures:
     return NodeFigures(
         node.number,
         node.name,

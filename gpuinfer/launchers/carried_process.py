@@ -35,7 +35,7 @@ class ProcessOrder(msgspec.Struct, frozen=True):
     command: tuple[str, ...] = ()  # what the arguments follow; empty: gpuinfer of this Python
 
 
-def order_of(plan: base.ProcessPlan, **more: object) -> ProcessOrder:
+def process_order(plan: base.ProcessPlan, **more: object) -> ProcessOrder:
     """The order of a plan. Raises `OSError` for a file of it that cannot be read."""
     order = ProcessOrder(
         arguments=plan.arguments,

@@ -102,13 +102,13 @@ class LocalProcess(LaunchedProcess):
     async def terminate(self, within_s: float) -> None:
         if self.alive:
             self._process.terminate()
-            await until(lambda: not self.alive, within_s)
+            await wait_until(lambda: not self.alive, within_s)
         await self.kill()
 
     async def kill(self) -> None:
         """Its whole session, even when it has ended itself: what it started may live on."""
         children.kill_group(self._process)
-        await until(lambda: not self.alive, children.REAPED_S)
+        await wait_until(lambda: not self.alive, children.REAPED_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -119,7 +119,7 @@ def process_environment(inherited: Mapping[str, str], threads: int | None) -> di
     return given if threads is None else {**dict.fromkeys(children.THREAD_COUNTS, str(threads)), **given}
 
 
-async def until(done: Callable[[], bool], within_s: float) -> bool:
+async def wait_until(done: Callable[[], bool], within_s: float) -> bool:
     """Whether it is so within that time."""
     end = time.monotonic() + within_s
     while not done():

@@ -131,7 +131,7 @@ class RayLauncher(Launcher):
             wanted["scheduling_strategy"] = "SPREAD"
         placed = self._ray.remote(RayActor).options(**wanted).remote()  # Ray finds a place for it
         actor = RayProcess(plan, self._ray, placed, self.options.pending)
-        actor.begin(carried_process.order_of(plan, command=self._command))
+        actor.begin(carried_process.process_order(plan, command=self._command))
         self._launched.add(actor)
         return actor
 

@@ -53,7 +53,7 @@ class RemoteState(msgspec.Struct, frozen=True, omit_defaults=True):
     refused: str = ""
 
 
-def frame(content: Any) -> bytes:
+def encode_frame(content: Any) -> bytes:
     return msgspec.json.encode(content) + b"\n"
 
 
@@ -134,7 +134,7 @@ class RemoteEnd:
         return code is not None
 
     def _report(self, state: RemoteState, before: bytes = b"") -> None:
-        left = memoryview(before + frame(state))
+        left = memoryview(before + encode_frame(state))
         while left:
             left = left[os.write(self._reports, left) :]
 

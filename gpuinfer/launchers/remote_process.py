@@ -18,7 +18,7 @@ from gpuinfer.config import registry
 from gpuinfer.errors import WorkError
 from gpuinfer.launchers import base
 from gpuinfer.launchers.base import LaunchedProcess, ProcessPlan
-from gpuinfer.launchers.remote_end import BEAT_S, BEGIN, FrameReader, RemoteOrder, RemoteState, frame
+from gpuinfer.launchers.remote_end import BEAT_S, BEGIN, FrameReader, RemoteOrder, RemoteState, encode_frame
 
 GREETING = 64 << 10  # bytes that may come before the far end begins: what login shells print
 GONE_S = 10.0  # for the far end to leave, once the connection is ended
@@ -79,13 +79,13 @@ class RemoteProcess(LaunchedProcess):
 
     async def begin(self, order: RemoteOrder) -> None:
         """Have it run."""
-        await self._write(frame(order))
+        await self._write(encode_frame(order))
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._beat())]
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            await self._write(frame("alive"))
+            await self._write(encode_frame("alive"))
 
     async def _next_bytes(self) -> bytes:
         if not (more := await self._read()):
@@ -149,7 +149,7 @@ class RemoteProcess(LaunchedProcess):
     async def terminate(self, within_s: float) -> None:
         until = time.monotonic() + within_s
         if self.alive and self._tasks:
-            await self._write(frame("terminate"))
+            await self._write(encode_frame("terminate"))
         while self.alive and self._tasks and time.monotonic() < until:
             await self._await_news(until)
         await self.kill()

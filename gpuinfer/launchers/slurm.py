@@ -122,7 +122,7 @@ LOOK_S = 2.0  # between two questions how the jobs are, all in one
 GONE_S = 15.0  # for a job to be gone, once it is killed
 
 
-def seconds_of(time_limit: str) -> float:
+def time_limit_seconds(time_limit: str) -> float:
     """Of a time limit as `sbatch --time` takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours …"""
     if time_limit == "UNLIMITED":
         return float("inf")
@@ -192,7 +192,7 @@ class SlurmLauncher(SlurmBase):
             words.append("--no-requeue")
         else:  # one that SLURM starts again dials again
             words.append("--requeue")
-            if own.time is not None and seconds_of(own.time) >= LEAVE_FROM_S:
+            if own.time is not None and time_limit_seconds(own.time) >= LEAVE_FROM_S:
                 words.append(f"--signal=TERM@{LEAVE_S}")
         return [*words, "--nodes=1", "--ntasks=1", "--open-mode=append", f"--job-name=gpuinfer-{plan.name}"]
 

@@ -225,7 +225,7 @@ class SlurmStep(LocalProcess):
     async def ready(self, within_s: float) -> tuple[str, int]:
         """`within_s` counts from when the step has its place."""
         for seconds in (min(PLACED_S, self._pending_s), self._pending_s - PLACED_S):
-            if await local.until(lambda: bool(self.step) or not self.alive, max(0.0, seconds)):
+            if await local.wait_until(lambda: bool(self.step) or not self.alive, max(0.0, seconds)):
                 return await super().ready(within_s)
             log.warning(
                 "%s waits for its place: the steps of job %s hold all its cores or GPUs", self.called, self._job
@@ -244,7 +244,7 @@ class SlurmStep(LocalProcess):
         """The signal goes to the step: one to srun would kill it."""
         if self.alive and (step := self.step):
             await slurm_base.cancel("--signal=TERM", step)
-            await local.until(lambda: not self.alive, within_s)
+            await local.wait_until(lambda: not self.alive, within_s)
         await self.kill()
 
     async def kill(self) -> None:
@@ -253,6 +253,6 @@ class SlurmStep(LocalProcess):
                 await slurm_base.cancel("--signal=KILL", step)
             else:
                 self._process.terminate()  # srun takes its request for a step back
-            await local.until(lambda: not self.alive, LEAVING_S)
+            await local.wait_until(lambda: not self.alive, LEAVING_S)
         await super().kill()
         self._placed.unlink(missing_ok=True)

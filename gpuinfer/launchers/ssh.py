@@ -140,7 +140,7 @@ class SshLauncher(Launcher):
         try:
             gpus = self.options.gpus
             devices = None if gpus is None else ",".join(str(slot * gpus + number) for number in range(gpus))
-            order = carried_process.order_of(plan, devices=devices, command=self._command)
+            order = carried_process.process_order(plan, devices=devices, command=self._command)
             remote = RemoteOrder(order, self.options.folder, host.slots, "127.0.0.1" if self.options.tunnel else None)
             async with self._gates[str(host)]:
                 await process.connect(self.options.connect, self.options.tunnel)

@@ -207,7 +207,7 @@ class TrainingGroup:
         if self._lost is not None:
             raise self._lost
         self._passes.refuse_misfit(batch)
-        parts = divided(batch, len(self._orders))
+        parts = split_batch(batch, len(self._orders))
         began = time.monotonic()
         read = began - self._read_at > READ_S
         self._read_at = began if read else self._read_at
@@ -310,7 +310,7 @@ def _abort() -> None:
             distributed.destroy_process_group()
 
 
-def divided(batch: TrainingBatch, parts: int) -> list[TrainingBatch]:
+def split_batch(batch: TrainingBatch, parts: int) -> list[TrainingBatch]:
     """The batch in parts of about as many rows, in order. Raises `BackendError` for fewer rows than parts."""
     rows = len(batch.features)
     if rows < parts:

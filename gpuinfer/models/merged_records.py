@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import WorkError
 from gpuinfer.models.positions import PositionsFolder
-from gpuinfer.models.record_shards import UNREADABLE, GameArrays, assembled, mapped_arrays
+from gpuinfer.models.record_shards import UNREADABLE, GameArrays, join_games, mapped_arrays
 
 SHARD_BYTES = 32 << 20
 NAME = re.compile(r"shard-(\d{12})\.npz")
@@ -142,7 +142,7 @@ class MergedRecords:
                 yield _opened(part.path, check=False), places, targets
 
         try:
-            return assembled(opened(), np.concatenate(rows))
+            return join_games(opened(), np.concatenate(rows))
         except (KeyError, ValueError) as error:
             raise WorkError(
                 f"{self._folder.path} holds records of different games ({error}). Give another folder with --out."

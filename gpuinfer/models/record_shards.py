@@ -108,7 +108,7 @@ class GameRecord(NamedTuple):
 
 
 def gathered(records: Sequence[GameRecord]) -> dict[str, NDArray[Any]]:
-    """The arrays of these games, at least one, in this order. Raises as `assembled` does."""
+    """The arrays of these games, at least one, in this order. Raises as `join_games` does."""
     groups: dict[int, tuple[GameArrays, list[int], list[int]]] = {}
     for target, (games, place, _) in enumerate(records):
         group = groups.setdefault(id(games), (games, [], []))
@@ -118,13 +118,13 @@ def gathered(records: Sequence[GameRecord]) -> dict[str, NDArray[Any]]:
     rows = np.zeros(len(records), np.int64)
     for games, places, targets in parts:
         rows[targets] = games.ends[places] - games.starts[places]
-    made = assembled(parts, rows)
+    made = join_games(parts, rows)
     if any(record.version for record in records):
         made["version"] = np.array([record.version for record in records])
     return made
 
 
-def assembled(
+def join_games(
     parts: Iterable[tuple[GameArrays, NDArray[np.int64], NDArray[np.int64]]], rows: NDArray[np.int64]
 ) -> dict[str, NDArray[Any]]:
     """The arrays of games from several shards: of each some places, and the places that they get. One of `parts` is
@@ -171,7 +171,7 @@ def _rows(begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> slice | NDAr
     return np.repeat(begins - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def packed(records: Sequence[GameRecord]) -> bytes:
+def pack_shard(records: Sequence[GameRecord]) -> bytes:
     """A shard of these games, the same bytes wherever it is made, as the archive's dates are fixed. Raises as
     `gathered` does.
     """
@@ -180,7 +180,7 @@ def packed(records: Sequence[GameRecord]) -> bytes:
     return file.getvalue()
 
 
-def unpacked(content: bytes | memoryview) -> dict[str, NDArray[Any]]:
+def unpack_shard(content: bytes | memoryview) -> dict[str, NDArray[Any]]:
     """The arrays of a shard's bytes. Raises one of `UNREADABLE`."""
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}

@@ -255,7 +255,7 @@ class _LauncherExamination:
         given |= {"index": plan.index, "folder": str(plan.folder), "arguments": plan.arguments}
         given["files"] = [str(path) for path in plan.files]
         owner = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from gpuinfer.testing import launchers; launchers.own()", json.dumps(given)),
+            *(sys.executable, "-c", f"from {__name__} import hold_launched; hold_launched()", json.dumps(given)),
             env=children.with_our_path(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -274,7 +274,7 @@ class _LauncherExamination:
         return None
 
 
-def own() -> None:
+def hold_launched() -> None:
     """A process that launches another and waits: what its first argument says, as JSON. It prints the address."""
     given = json.loads(sys.argv[1])
     kind: Any = importlib.import_module(given["module"])

@@ -12,7 +12,7 @@ from cluster.numbers_workload import NumbersDivision
 from gpuinfer.api import Setup
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.coordinator import Coordinator
-from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeState, Welcome
+from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeMessage, Welcome
 from gpuinfer.cluster.node_figures import ClusterFigures
 from gpuinfer.cluster.node_processes import NodesPlan
 from gpuinfer.cluster.node_report import NodeMachine, NodeReport
@@ -50,7 +50,7 @@ class FakeNode:
     async def post(self, path, message, kind):
         response = await self.client.request("POST", path, message)
         return response.status, (
-            messages.decode(response.body, kind)
+            messages.decode_message(response.body, kind)
             if response.status == 200
             else error_words(response.status, response.body)
         )
@@ -64,7 +64,7 @@ class FakeNode:
             machine=NodeMachine(host="here", cores=1),
             index=index,
         )
-        status, welcome = await self.post(messages.JOIN, messages.encode(hello), Welcome)
+        status, welcome = await self.post(messages.JOIN, messages.encode_message(hello), Welcome)
         if status == 200:
             self.number, self.run = welcome.node, welcome.run
         return status, welcome
@@ -72,8 +72,8 @@ class FakeNode:
     async def exchange(self, on_hand=0, **more):
         self.sequence = more.pop("sequence", self.sequence + 1)
         own = {"node": self.number, "run": self.run, "sequence": self.sequence}
-        state = NodeState(done=self.done, on_hand=on_hand, **own, **more)
-        return await self.post(messages.EXCHANGE, messages.encode(state), CoordinatorReply)
+        state = NodeMessage(done=self.done, on_hand=on_hand, **own, **more)
+        return await self.post(messages.EXCHANGE, messages.encode_message(state), CoordinatorReply)
 
     async def send(self, start, stop, more=""):
         path = f"{messages.RECORDS}?node={self.number}&run={self.run}&start={start}&stop={stop}{more}"

@@ -33,7 +33,7 @@ from gpuinfer.lab.loop import loop_summary
 from gpuinfer.lab.loop.loop_division import LoopDivision
 from gpuinfer.lab.loop.loop_runner import LoopPlan, run_loop
 from gpuinfer.lab.loop.loop_times import LoopTimes, times_line
-from gpuinfer.models.data_parallel import divided
+from gpuinfer.models.data_parallel import split_batch
 from gpuinfer.models.load import write_weights
 from gpuinfer.models.positions import PositionsFolder, positions_of
 from gpuinfer.report import plotting
@@ -197,7 +197,7 @@ def test_what_training_cannot_have_is_refused(records, tmp_path, kind, options, 
 def test_a_batch_of_fewer_rows_than_devices_is_refused():
     rows = np.zeros((1, 4), np.float32)
     with pytest.raises(BackendError, match="at least --batch-size 2"):
-        divided(TrainingBatch(rows, {}), 2)
+        split_batch(TrainingBatch(rows, {}), 2)
 
 
 @pytest.mark.parametrize("kind", [InProcess, Central])

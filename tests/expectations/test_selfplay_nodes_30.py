@@ -35,7 +35,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.library.game_folder import GameRecords
 from gpuinfer.models import merged_records
 from gpuinfer.models.positions import PARTS, PositionsFolder, positions_of, shards_of
-from gpuinfer.models.record_shards import GameArrays, GameRecord, mapped_arrays, unpacked
+from gpuinfer.models.record_shards import GameArrays, GameRecord, mapped_arrays, unpack_shard
 from gpuinfer.runtime.run import run
 from gpuinfer.workloads.selfplay.workload import SelfPlayWorkload
 
@@ -323,7 +323,7 @@ def test_shards_that_a_killed_plain_run_left_are_merged_too(one_machine, parts_o
     folder = PositionsFolder(tmp_path / "games")
     folder.open(workload(out=folder.path).deciding(""), resume=False)
     for numbers in ([5, 1, 3], [0, 9, 2, 4], [*range(20, 40)]):
-        ends = [unpacked(parts_of(number, number + 1)) for number in numbers]
+        ends = [unpack_shard(parts_of(number, number + 1)) for number in numbers]
         folder.write({name: np.concatenate([one[name] for one in ends]) for name in ends[0]})
     folder.release()
     rest = [(6, 9), (10, 20), (40, 60)]

@@ -117,7 +117,7 @@ def polled(actor: RayActor, condition) -> dict:
 
 def started(actor: RayActor, folder, *words: str) -> int:
     setup, key = str(folder / "setup.json"), str(folder / "key")
-    order = carried_process.order_of(plan(folder, *words), files={setup: b"{}", key: b"secret\n"}, command=COMMAND)
+    order = carried_process.process_order(plan(folder, *words), files={setup: b"{}", key: b"secret\n"}, command=COMMAND)
     order = msgspec.structs.replace(order, arguments=("--setup-file", setup, *order.arguments))
     return actor.start(order, host="127.0.0.1")
 
@@ -152,7 +152,7 @@ def test_a_replica_that_ends_first_is_told_with_its_code_and_words(actor, tmp_pa
     [("90", 5400), ("90:30", 5430), ("01:30:00", 5400), ("1-12", 129_600), ("1-12:30", 131_400), ("UNLIMITED", None)],
 )
 def test_time_limits_are_read_as_sbatch_reads_them(limit, seconds):
-    assert slurm.seconds_of(limit) == (float("inf") if seconds is None else seconds)
+    assert slurm.time_limit_seconds(limit) == (float("inf") if seconds is None else seconds)
 
 
 async def test_a_quota_that_refuses_a_job_is_named_with_its_cure(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from gpuinfer.config.options import GivenValue, GivenValues
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.launchers import carried_process, remote_end
 from gpuinfer.launchers.base import make_launcher
-from gpuinfer.launchers.remote_end import BEGIN, FrameReader, RemoteOrder, RemoteState, frame
+from gpuinfer.launchers.remote_end import BEGIN, FrameReader, RemoteOrder, RemoteState, encode_frame
 from gpuinfer.launchers.ssh_hosts import choose_host, read_hosts
 
 
@@ -116,7 +116,7 @@ def test_hosts_must_be_named():
 
 @given(st.lists(st.binary(max_size=40) | st.text(max_size=40)), st.data())
 def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(contents, data):
-    stream, reader, found = b"".join(map(frame, contents)), FrameReader(), []
+    stream, reader, found = b"".join(map(encode_frame, contents)), FrameReader(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
         found += reader.feed(stream[:size])
@@ -144,7 +144,7 @@ class FarEnd:
         self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=own)
 
     def send(self, content: object) -> None:
-        self.process.stdin.write(frame(content))
+        self.process.stdin.write(encode_frame(content))
         self.process.stdin.flush()
 
     def report(self) -> RemoteState:
@@ -154,7 +154,7 @@ class FarEnd:
         """The process id of a sham, once it serves."""
         assert self.process.stdout.readline() == BEGIN
         assert self.report().version
-        self.send(RemoteOrder(carried_process.order_of(plan(folder), command=COMMAND)))
+        self.send(RemoteOrder(carried_process.process_order(plan(folder), command=COMMAND)))
         pid = self.report().pid
         assert self.report().address is not None
         return pid

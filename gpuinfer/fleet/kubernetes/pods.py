@@ -17,7 +17,7 @@ GROUP_READS = 0o440  # of files from a secret, which belong to root and the pod'
 Manifest = dict[str, Any]
 
 
-def names(options: ManifestOptions, component: str) -> dict[str, str]:
+def selector_labels(options: ManifestOptions, component: str) -> dict[str, str]:
     """The labels by which the pods of a component are found. They stay the same from one version to the next."""
     return {
         "app.kubernetes.io/name": "gpuinfer",
@@ -29,7 +29,7 @@ def names(options: ManifestOptions, component: str) -> dict[str, str]:
 def metadata(options: ManifestOptions, name: str, component: str) -> Manifest:
     """Of an object, with the labels that Kubernetes recommends and those of the person."""
     given = dict(label.split("=", 1) for label in options.label)
-    labels = {**names(options, component), "app.kubernetes.io/version": own_version(), **given}
+    labels = {**selector_labels(options, component), "app.kubernetes.io/version": own_version(), **given}
     return {"name": name, **({"namespace": options.namespace} if options.namespace else {}), "labels": labels}
 
 
@@ -89,7 +89,7 @@ def pod(
     selector = dict(one.split("=", 1) for one in options.node_selector)
     tolerated = {"tolerations": [{"key": options.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]}
     return {
-        "metadata": {"labels": {**names(options, component), "app.kubernetes.io/version": own_version()}},
+        "metadata": {"labels": {**selector_labels(options, component), "app.kubernetes.io/version": own_version()}},
         "spec": {
             **more,
             "automountServiceAccountToken": False,

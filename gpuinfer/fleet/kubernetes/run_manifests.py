@@ -13,9 +13,9 @@ from gpuinfer.fleet.kubernetes.pods import (
     image_of,
     keys_secret,
     metadata,
-    names,
     pod,
     resources,
+    selector_labels,
 )
 
 COORDINATOR, NODE = "coordinator", "node"
@@ -54,7 +54,7 @@ def _service(options: ManifestOptions) -> Manifest:
         "kind": "Service",
         "metadata": metadata(options, _host(options), COORDINATOR),
         "spec": {
-            "selector": names(options, COORDINATOR),
+            "selector": selector_labels(options, COORDINATOR),
             "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
         },
     }

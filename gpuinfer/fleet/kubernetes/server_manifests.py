@@ -14,9 +14,9 @@ from gpuinfer.fleet.kubernetes.pods import (
     image_of,
     keys_secret,
     metadata,
-    names,
     pod,
     resources,
+    selector_labels,
 )
 
 SERVER, PORT = "server", 8000
@@ -89,7 +89,7 @@ def _deployment(options: ManifestOptions, command: ServerCommand) -> Manifest:
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": names(options, SERVER)},
+        "labelSelector": {"matchLabels": selector_labels(options, SERVER)},
     }
     # Where an autoscaler chooses, a number here would be put in its place at each `kubectl apply`.
     replicas = {} if options.max_replicas is not None else {"replicas": options.replicas or REPLICAS}
@@ -99,7 +99,7 @@ def _deployment(options: ManifestOptions, command: ServerCommand) -> Manifest:
         "metadata": metadata(options, options.name, SERVER),
         "spec": {
             **replicas,
-            "selector": {"matchLabels": names(options, SERVER)},
+            "selector": {"matchLabels": selector_labels(options, SERVER)},
             "strategy": {"type": "RollingUpdate", "rollingUpdate": update},
             "progressDeadlineSeconds": options.start_timeout + 60,
             "template": pod(
@@ -122,7 +122,7 @@ def _service(options: ManifestOptions) -> Manifest:
         "kind": "Service",
         "metadata": metadata(options, options.name, SERVER),
         "spec": {
-            "selector": names(options, SERVER),
+            "selector": selector_labels(options, SERVER),
             "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
         },
     }
@@ -134,7 +134,7 @@ def _budget(options: ManifestOptions) -> Manifest:
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": metadata(options, options.name, SERVER),
-        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": names(options, SERVER)}},
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": selector_labels(options, SERVER)}},
     }
 
 
@@ -191,7 +191,7 @@ def _monitor(options: ManifestOptions, command: ServerCommand) -> Manifest:
         "kind": "ServiceMonitor",
         "metadata": metadata(options, options.name, SERVER),
         "spec": {
-            "selector": {"matchLabels": names(options, SERVER)},
+            "selector": {"matchLabels": selector_labels(options, SERVER)},
             "endpoints": [endpoint if command.open else {**endpoint, "authorization": key}],
         },
     }

@@ -34,7 +34,7 @@ def memory_of(scenario: ClusterScenario, outcome: ClusterOutcome, name_bytes: fl
     }
 
 
-def run_figures(
+def cluster_run_figures(
     scenario: ClusterScenario, policy: RangePolicy, outcome: ClusterOutcome, name_bytes: float, files: bool
 ) -> dict[str, Any]:
     """One run in plain values. `files`: nodes write their records into a folder that all see."""
@@ -76,7 +76,7 @@ def run_figures(
 
 
 def cluster_document(command: str, seed: int, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`runs` are made by `run_figures`."""
+    """`runs` are made by `cluster_run_figures`."""
     return {"schema": SCHEMA, "gpuinfer": __version__, "command": command, "seed": seed, "runs": list(runs)}
 
 

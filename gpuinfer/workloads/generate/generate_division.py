@@ -23,7 +23,7 @@ from gpuinfer.workloads.generate.answer_lines import LineWriter
 from gpuinfer.workloads.generate.answer_output import AnswerOutput
 from gpuinfer.workloads.generate.input_rows import InputSource
 from gpuinfer.workloads.generate.opened_output import OpenedOutput
-from gpuinfer.workloads.generate.row_asker import AnswerSink, RowAsker, RowCounts, RowOutcome, RowQueue
+from gpuinfer.workloads.generate.row_asker import AnswerSink, RowAsker, RowCounts, RowOutcome, WaitingRows
 from gpuinfer.workloads.generate.row_intake import RowIntake
 
 AHEAD = 8192  # rows that are read before they are wanted
@@ -65,7 +65,7 @@ _decode_item = msgspec.msgpack.Decoder(RowItem).decode
 _decode_range = msgspec.msgpack.Decoder(RangeAnswers).decode
 
 
-def pack_answers(records: Sequence[RowRecord]) -> bytes:
+def pack_row_records(records: Sequence[RowRecord]) -> bytes:
     """The bytes of a range."""
     outcome = RowOutcome()
     for record in records:
@@ -243,7 +243,7 @@ class RangeAnswerer(AnswerSink):
     def __init__(self, asker: RowAsker, feed: RangeFeed, reader: PromptRowReader) -> None:
         self.counts = RowCounts()
         self._asker, self._feed, self._reader = asker, feed, reader
-        self._rows = RowQueue()
+        self._rows = WaitingRows()
         self.under_way = asker.under_way
         self._ahead = max(1, asker.under_way // 4)  # rows that wait until one that is under way is answered
 

@@ -12,7 +12,7 @@ from gpuinfer.workloads.generate.answer_lines import LineWriter
 from gpuinfer.workloads.generate.answer_output import AnswerOutput
 from gpuinfer.workloads.generate.input_rows import InputSource
 from gpuinfer.workloads.generate.opened_output import OpenedOutput
-from gpuinfer.workloads.generate.row_asker import RowAsker, RowCounts, RowQueue
+from gpuinfer.workloads.generate.row_asker import RowAsker, RowCounts, WaitingRows
 from gpuinfer.workloads.generate.row_intake import RowIntake
 
 WINDOW = 4  # times as many rows as are under way may be asked before an earlier one is answered, with ordered output
@@ -37,7 +37,7 @@ class Pump:
     ) -> None:
         self.counts = RowCounts()
         self.source = source
-        self._asker, self._rows = RowAsker(infers, writer), RowQueue()
+        self._asker, self._rows = RowAsker(infers, writer), WaitingRows()
         self.under_way = self._asker.under_way
         infer = next(iter(infers.values()))
         enter = infer.lane("input").enter

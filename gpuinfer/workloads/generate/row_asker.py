@@ -89,7 +89,7 @@ class AnswerSink(ABC):
     async def room(self) -> None: ...
 
 
-class RowQueue:
+class WaitingRows:
     """Rows that wait to be asked, in their order. Belongs to the event loop."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class RowAsker:
         self.under_way = sum(rows_in_flight(one.limits) for one in infers.values())
         self._time = asyncio.get_running_loop().time
 
-    async def run(self, rows: RowQueue, sink: AnswerSink) -> None:
+    async def run(self, rows: WaitingRows, sink: AnswerSink) -> None:
         """Until the queue has ended and all its rows are answered. Raises, as an exception group, when the work cannot
         go on.
         """
@@ -167,7 +167,7 @@ class RowAsker:
             for _ in range(self.under_way):
                 group.create_task(self._ask_on(rows, sink))
 
-    async def _ask_on(self, rows: RowQueue, sink: AnswerSink) -> None:
+    async def _ask_on(self, rows: WaitingRows, sink: AnswerSink) -> None:
         while (row := await rows.next()) is not None:
             await sink.near(row)
             sink.put(row, *await self._answer(row))

@@ -42,7 +42,7 @@ from gpuinfer.serving.openai.sampling_fields import unmasking_of
 from gpuinfer.workloads.generate import input_rows, output
 from gpuinfer.workloads.generate.answer_lines import LineWriter
 from gpuinfer.workloads.generate.answer_screen import AnswerScreen
-from gpuinfer.workloads.generate.generate_division import GenerateDivision, OpenedRun, RangeAnswerer, pack_answers
+from gpuinfer.workloads.generate.generate_division import GenerateDivision, OpenedRun, RangeAnswerer, pack_row_records
 from gpuinfer.workloads.generate.generate_options import GenerateOptions
 from gpuinfer.workloads.generate.input_rows import InputSource, input_of_texts, texts_as_rows
 from gpuinfer.workloads.generate.opened_output import EARLY, OpenedOutput
@@ -327,7 +327,7 @@ class Generate(Workload):
         yield progress_of(answering.counts, None, answering.under_way)
 
     def pack_records(self, records: Sequence[Any]) -> bytes:
-        return pack_answers(records)
+        return pack_row_records(records)
 
     def _say_stopped(self, counts: RowCounts, target: OpenedOutput, waiting: int) -> None:
         """`waiting`: how many answers wait for an earlier one."""

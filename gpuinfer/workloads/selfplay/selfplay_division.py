@@ -14,7 +14,7 @@ from gpuinfer.division import Interval, NumberedDivision, WorkRange, intervals_o
 from gpuinfer.errors import WorkError
 from gpuinfer.models.merged_records import MergedRecords
 from gpuinfer.models.positions import RANGES, PositionsFolder, Symmetries
-from gpuinfer.models.record_shards import UNREADABLE, mapped_arrays, unpacked
+from gpuinfer.models.record_shards import UNREADABLE, mapped_arrays, unpack_shard
 from gpuinfer.workloads.selfplay.game_records import CountedOfGames
 
 LEAST_GAMES = 4  # of a range: each is a file and a message
@@ -103,7 +103,7 @@ class SelfPlayDivision(NumberedDivision):
 def _read(work: WorkRange, records: bytes | Path) -> Mapping[str, np.ndarray]:
     """The arrays of a range, which is compared with its checksums. Raises `WorkError`."""
     try:
-        games = mapped_arrays(records) if isinstance(records, Path) else unpacked(records)
+        games = mapped_arrays(records) if isinstance(records, Path) else unpack_shard(records)
         if games["finished"].tolist() != list(range(work.start, work.stop)):
             raise ValueError("they are of other games")
     except UNREADABLE as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuinfer.division import RangeFeed
-from gpuinfer.models.record_shards import GameRecord, packed
+from gpuinfer.models.record_shards import GameRecord, pack_shard
 from gpuinfer.workloads.selfplay.game_records import received_games
 from gpuinfer.workloads.selfplay.match import GameSource
 
@@ -46,4 +46,4 @@ class FedGames(GameSource):
 def packed_range(records: Sequence[GameRecord | None]) -> bytes:
     """The shard of a range, or no bytes where nothing is recorded."""
     games = [record for record in records if record is not None]
-    return packed(games) if games else b""
+    return pack_shard(games) if games else b""
