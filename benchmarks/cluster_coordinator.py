@@ -180,7 +180,6 @@ class PretendedNode:
             gpuinfer=registry.own_version(),
             host="here",
             pid=os.getpid(),
-            clock=time.time(),
             machine=NodeMachine(host="here", cores=1),
         )
         welcome = await self._post(messages.JOIN, messages.encode_message(hello), Welcome)

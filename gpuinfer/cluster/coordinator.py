@@ -57,6 +57,7 @@ class NodeEntry:
     state: str = "joined"  # joined, left, failed, lost
     reason: str = ""
     sees_folder: bool = False
+    clock_compared: bool = False
     sequence: int = 0  # of its last exchange
     answer: asyncio.Future[bytes] | None = None  # to that one
 
@@ -331,13 +332,6 @@ class Coordinator:
                 self._refusals.add(str(why))  # once, however often others start it
                 log.warning("%s", why)
             raise why
-        if abs(ahead_s := hello.clock - time.time()) > CLOCK_S:
-            log.warning(
-                "the clock of %s is %.0f s %s: times in its log differ from these. Set it (chrony, NTP).",
-                entry.name,
-                abs(ahead_s),
-                "ahead" if ahead_s > 0 else "behind",
-            )
         now = time.monotonic()
         for other in self._nodes.values():  # the same process, started again before its end was noticed
             if hello.index is not None and other.hello.index == hello.index and other.state == "joined":
@@ -377,6 +371,7 @@ class Coordinator:
         if state.released:
             self._wake_one()
         if state.report is not None:
+            self._compare_clock(entry, state.report.clock_offset_s)
             self.figures.heard(entry.number, state.report, now)
         if state.done:
             self._processes.worked(entry.hello.index)
@@ -460,6 +455,19 @@ class Coordinator:
             return await asyncio.to_thread(place.read_bytes)
         except OSError as error:
             raise WorkError(f"{place} cannot be read: {error.strerror}. Put the file back.") from error
+
+    def _compare_clock(self, entry: NodeEntry, ahead_s: float) -> None:
+        """Warn of one that differs, once: no record depends on it."""
+        if entry.clock_compared:
+            return
+        entry.clock_compared = True
+        if abs(ahead_s) > CLOCK_S:
+            log.warning(
+                "the clock of %s is %.0f s %s: times in its log differ from these. Set it (chrony, NTP).",
+                entry.name,
+                abs(ahead_s),
+                "ahead" if ahead_s > 0 else "behind",
+            )
 
     def _file_of(self, name: str) -> Path:
         folder = self._division.folder

@@ -328,7 +328,7 @@ class CoordinatorCore:
             return per_s
         usual = self._rates / self._rated if self._rated else 1.0
         waited = now - state.progress_at if state.holds else 0.0
-        return min(usual, 1.0 / waited) if waited else usual
+        return min(usual, max(1, state.under_way) / waited) if waited else usual
 
     def _wanted(self, state: NodeState, now: float) -> int:
         """Units that it should be given, if there are as many. 0: it has enough until the exchange after the next."""

@@ -33,7 +33,6 @@ class Hello(Struct, frozen=True, kw_only=True):
     gpuinfer: str  # its version
     host: str
     pid: int
-    clock: float  # seconds since the epoch
     machine: NodeMachine
     index: int | None = None
     attempt: int = 0

@@ -172,14 +172,13 @@ class Node:
             gpuinfer=registry.own_version(),
             host=socket.gethostname(),
             pid=os.getpid(),
-            clock=time.time(),
             machine=NodeMachine.here(),
             index=self._index,
             attempt=self._attempt,
         )
         response = await self._client.post(messages.JOIN, messages.encode_message(hello))
         self._welcome = messages.decode_message(response.body, Welcome)
-        self._meter.clock_offset_s = hello.clock - self._welcome.clock
+        self._meter.clock_offset_s = time.time() - self._welcome.clock
         try:
             with tempfile.TemporaryDirectory(prefix="gpuinfer-node-") as folder:
                 self._folder = Path(folder)
@@ -309,6 +308,8 @@ class Node:
             self._handle.stop()
         elif reply.over:
             self._feed.end()
+            if self._feed.unfinished:  # others have computed the same, and it counts no more
+                self._handle.hurry()
         return bool(reply.ranges or reply.release)
 
     async def _leave(self, failure: str = "", refuses: bool = False) -> None:

@@ -164,6 +164,11 @@ class NodeFeed(RangeFeed):
         return max(self._most_under_way, self._under_way + self._waiting_for)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether there are units here that are not done."""
+        return bool(self._leases)
+
+    @property
     def versions(self) -> set[str]:
         """Of the units that are here."""
         return {one.work.version for one in self._leases}

@@ -116,7 +116,7 @@ class Common(BaseModel):
     )
     deadline: float | None = Field(
         None,
-        gt=0,
+        ge=60,  # nodes need some of it to send what they have finished
         le=1e8,
         description="after which a run on nodes stops in time, to be resumed, as 8h; none: never",
     )

@@ -55,12 +55,11 @@ class FakeNode:
             else error_words(response.status, response.body)
         )
 
-    async def join(self, version=None, index=None, clock=None):
+    async def join(self, version=None, index=None):
         hello = Hello(
             gpuinfer=version or registry.own_version(),
             host="here",
             pid=1,
-            clock=time.time() if clock is None else clock,
             machine=NodeMachine(host="here", cores=1),
             index=index,
         )
@@ -154,10 +153,12 @@ def test_another_version_is_refused_with_the_cure(tmp_path):
 def test_a_clock_that_differs_is_named(tmp_path, caplog):
     async def main():
         async with coordinated(tmp_path) as (_, node):
-            assert (await node.join(clock=time.time() - 60))[0] == 200
+            await node.join()
+            for _ in range(2):
+                await node.exchange(report=NodeReport(clock_offset_s=-60.0))
 
     asyncio.run(main())
-    assert "60 s behind" in caplog.text
+    assert caplog.text.count("60 s behind") == 1
 
 
 def test_without_the_key_nobody_joins(tmp_path):

@@ -180,14 +180,15 @@ def test_a_node_joins_by_hand(command, tmp_path):
 def test_a_node_without_the_key_is_refused(command, tmp_path):
     (tmp_path / "key").write_text("guessed\n")
     (tmp_path / "key").chmod(0o600)
-    process = command("numbers", "--total", 500, "--launcher", "local", "-L", "nodes=1")
+    process = command("numbers", "--total", 100_000, "--launcher", "local", "-L", "nodes=1")
     until(lambda: run_nodes(tmp_path), "the first node")
     words = run_nodes(tmp_path)[0].cmdline()
     stranger = command("node", words[words.index("node") + 1], "--key-file", tmp_path / "key")
     said, _ = stranger.communicate(timeout=WAIT_S)
     assert stranger.returncode == 2, said
     assert "key" in said
-    assert process.wait(WAIT_S) == 0
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 3
 
 
 def test_more_nodes_than_this_machine_can_have_are_refused_before_any_is_started(command):
