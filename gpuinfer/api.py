@@ -891,9 +891,9 @@ class Workload(Plugin, ABC):
         raise UsageError(f"{type(self).__name__.lower()} cannot be divided over nodes. Leave --launcher out.")
 
     def node_options(self) -> Mapping[str, Any]:
-        """The options, as JSON, with which each node makes this workload. The default: those that were given."""
-        given: Mapping[str, Any] = self.options.model_dump(mode="json", exclude_unset=True)
-        return given
+        """The options, as JSON, with which each node makes this workload. The default: those that were set."""
+        options: Mapping[str, Any] = self.options.model_dump(mode="json", exclude_unset=True)
+        return options
 
     def deciding(self, arithmetic: str) -> Mapping[str, Any]:
         """On a node: all that decides what a record is, as `Division.settings` says on the coordinator. In a thread:

@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 
 
 class WorkRange(msgspec.Struct, frozen=True, array_like=True):
-    """Units from `start` to before `stop`. `items`: one for each unit, what it is beside its number, such as the row
+    """Units from `start` to before `stop`. `items`: one for each unit, what it is apart from its number, such as the row
     that is to be answered; empty where the number says all. `version`: of the weights that compute it, where they
     change during a run.
     """
@@ -52,7 +52,7 @@ class RangeFeed(ABC):
     @abstractmethod
     async def take(self, most: int) -> WorkRange | None:
         """Up to `most` units, at least one, all of one version: waits until there are some. None once there are no
-        more for this node, or the run is to stop. A unit that was taken is not given to another node unless this one
+        more for this node, or the run is to stop. A unit that was taken is not leased to another node unless this one
         is lost.
         """
 
@@ -64,7 +64,7 @@ class RangeFeed(ABC):
 
     @abstractmethod
     async def room(self) -> None:
-        """Wait until records that were given have been sent, as far as so many wait that no more should come."""
+        """Wait until records that were passed on have been sent, as far as so many wait that no more should come."""
 
 
 class Division(ABC):
@@ -120,14 +120,14 @@ class Division(ABC):
     @abstractmethod
     async def read(self, most: int) -> WorkRange | None:
         """The next units that are not kept, at most so many; None at the input's end. An empty range where none has
-        come yet, or where too much waits for units that are given out: `read` waits for neither, as `keep` could not be
+        come yet, or where too much waits for units that are leased: `read` waits for neither, as `keep` could not be
         called meanwhile.
         """
 
     @abstractmethod
     async def keep(self, work: WorkRange, records: bytes | Path) -> None:
         """Records of units of which none has been kept, as `Workload.pack_records` made them: on the disk when this
-        returns, or given to a thread that syncs in groups (then on the disk when `flush` returns). A file is this
+        returns, or passed to a thread that syncs in groups (then on the disk when `flush` returns). A file is this
         object's from now on: it moves or removes it.
 
         Raises `WorkError` when they cannot be written.
@@ -141,7 +141,7 @@ class Division(ABC):
         """`complete`: all units are kept. Else another run will go on with what is there."""
 
     def facts(self) -> Mapping[str, float]:
-        """For the report, beside what nodes count."""
+        """For the report, next to what nodes count."""
         return {}
 
 

@@ -175,10 +175,10 @@ class Central(CentralRemote):
                 "the backend 'central' serves a model, and this workload names none. "
                 "Choose another backend with --backend (`gpuinfer plugins list`), or give the workload a model."
             )
-        given = [name for name in OF_GRADIENTS if getattr(self.options, name) is not None]
-        if given and not self._trains:
+        unused = [name for name in OF_GRADIENTS if getattr(self.options, name) is not None]
+        if unused and not self._trains:
             raise UsageError(
-                f"-B {given[0]} of the backend 'central' is of models in training, and this one answers. Leave it out."
+                f"-B {unused[0]} of the backend 'central' is of models in training, and this one answers. Leave it out."
             )
         if self._trains and self.options.restart:
             raise UsageError(

@@ -32,7 +32,7 @@ ALIGNED = 64  # bytes: where each array begins
 
 
 class ArrayPlace(msgspec.Struct, frozen=True):
-    """Where an array lies in shared memory."""
+    """Where an array is in shared memory."""
 
     name: str
     dtype: str
@@ -111,7 +111,7 @@ def _serve(channel: Channel, memory: shared_memory.Descriptor, order: TrainingOr
             {
                 "by_name": list(found.by_name),
                 "buffers": list(found.buffers),
-                "told": {
+                "measured": {
                     "loss": found.loss,
                     "parts": dict(found.parts),
                     "activation_bytes": found.activation_bytes,
@@ -180,7 +180,7 @@ class TrainingProcess:
             raise error_from_wire(answer["failed"])
         self._device = answer["device"]
         by_name, buffers = ({name: self._made[name].copy() for name in answer[key]} for key in ("by_name", "buffers"))
-        return Gradients(by_name=by_name, buffers=buffers, **answer["told"])
+        return Gradients(by_name=by_name, buffers=buffers, **answer["measured"])
 
     def _answer(self, within_s: float) -> Mapping[str, Any]:
         try:
@@ -202,7 +202,7 @@ class TrainingProcess:
         return self.lost
 
     def device(self) -> Mapping[str, Any]:
-        """As the process last said."""
+        """As the process last reported."""
         return self._device
 
     def close(self) -> None:

@@ -44,8 +44,8 @@ def over_nodes(name: str, plan: RunPlan, merged: Settings) -> RunPlan:
     from gpuinfer.cluster.cluster_workload import ClusterWorkload
     from gpuinfer.runtime.run import RunPlan
 
-    for flag, given in (("--trace", merged.common.trace), ("--profile", merged.common.profile)):
-        if given is not None:
+    for flag, value in (("--trace", merged.common.trace), ("--profile", merged.common.profile)):
+        if value is not None:
             raise UsageError(f"{flag} looks into one process, and this run has many. Leave it out, or --launcher.")
     with blame.blaming(plan.workload, "division"):
         division = plan.workload.division()
@@ -62,10 +62,10 @@ def nodes_plan(merged: Settings) -> NodesPlan:
 
     common = merged.common
     launcher_name = common.launcher or "local"
-    given = merged.table(table_name("launchers", launcher_name))
-    taken = {key: one for key, one in given.items() if key in ClusterOptions.model_fields}
+    settings = merged.table(table_name("launchers", launcher_name))
+    taken = {key: one for key, one in settings.items() if key in ClusterOptions.model_fields}
     wanted = ClusterOptions(**options.check(ClusterOptions, taken, "a run on nodes"))
-    launcher = base.make_launcher(launcher_name, {key: one for key, one in given.items() if key not in taken})
+    launcher = base.make_launcher(launcher_name, {key: one for key, one in settings.items() if key not in taken})
     room = launcher.capacity if launcher.starts else common.nodes_min
     count = wanted.nodes if wanted.nodes is not None else room
     if count is None:
@@ -103,14 +103,14 @@ def job_of(name: str, plan: RunPlan, merged: Settings) -> Job:
         options=plan.workload.node_options(),
         setup=setup,
         backend=common.backend,
-        backend_options=given_options(merged, "backends", common.backend),
+        backend_options=explicit_options(merged, "backends", common.backend),
         strategy=common.strategy,
-        strategy_options=given_options(merged, "strategies", common.strategy),
+        strategy_options=explicit_options(merged, "strategies", common.strategy),
         roofline=common.roofline,
         disabled_plugins=tuple(registry.switched_off()),
     )
 
 
-def given_options(merged: Settings, kind: str, name: str) -> Mapping[str, Any]:
-    """Those that were given, as plain values."""
+def explicit_options(merged: Settings, kind: str, name: str) -> Mapping[str, Any]:
+    """Those that are set, as plain values."""
     return merged.read_options(kind, name, registry.load(kind, name))

@@ -182,7 +182,7 @@ def _metavar(field: FieldInfo, allowed: list[str]) -> str:
 
 
 def words(name: str, short: str, metavar: str, text: str, kind: str | None = None) -> inspect.Parameter:
-    """A flag of one command that may be given several times. `kind`: of the plugins whose options it takes."""
+    """A flag of one command that may be repeated. `kind`: of the plugins whose options it takes."""
     complete = None if kind is None else _keys(kind)
     return _parameter(name, list[str] | None, [short], text, metavar=metavar, autocompletion=complete)
 

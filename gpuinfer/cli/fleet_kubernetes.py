@@ -50,7 +50,7 @@ class PodCommand:
 
     name: str
     words: tuple[str, ...]
-    values: Mapping[str, Any]  # of its flags, as they were given
+    values: Mapping[str, Any]  # of its flags, as passed
     options: BaseModel  # its own, checked
 
 
@@ -71,8 +71,8 @@ def parse_command(words: Sequence[str]) -> PodCommand:
         command, model = workload_command(name), registry.load("workloads", name).Options
     context = command.make_context(f"gpuinfer {name}", list(rest))
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in context.params.items()}
-    given = plain_flags(name, values)
-    own = {key.removeprefix(f"{name}."): one for key, one in given.items() if key.startswith(f"{name}.")}
+    passed = plain_flags(name, values)
+    own = {key.removeprefix(f"{name}."): one for key, one in passed.items() if key.startswith(f"{name}.")}
     own = {key: one for key, one in own.items() if key in options.fields_of(model)}
     return PodCommand(name, tuple(rest), values, model(**options.check(model, own, name)))
 
@@ -89,18 +89,18 @@ def execute(values: Mapping[str, Any]) -> int:
     """Write the manifests. The exit code."""
     folder: Path | None = values["output"]
     words = tuple(values["words"] or DEFAULT)
-    given = {
+    passed = {
         key: GivenValue(options.GivenValues(value) if isinstance(value, list) else value, flags.flag(key))
         for key, value in values.items()
         if key not in ("words", "output") and value is not None and value != []
     }
-    own = ManifestOptions(**options.check(ManifestOptions, given, NAME))
+    own = ManifestOptions(**options.check(ManifestOptions, passed, NAME))
     command = parse_command(words)
     refuse_manifests_flags(command)
     from gpuinfer.fleet.kubernetes.yaml_text import yaml_text
 
-    manifests, notices = (_server if command.name == SERVE else _run)(own, command, given)
-    line = shlex.join(["gpuinfer", *NAME.split(), *_spelled(given), "--", *words])
+    manifests, notices = (_server if command.name == SERVE else _run)(own, command, passed)
+    line = shlex.join(["gpuinfer", *NAME.split(), *_spelled(passed), "--", *words])
     head = [f"Written by {line}", *notices] if line.isprintable() else list(notices)
     if folder is None:
         print(yaml_text(manifests, head), end="")
@@ -112,18 +112,18 @@ def execute(values: Mapping[str, Any]) -> int:
 
 
 def _server(
-    own: ManifestOptions, command: PodCommand, given: Mapping[str, GivenValue]
+    own: ManifestOptions, command: PodCommand, passed: Mapping[str, GivenValue]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     from gpuinfer.cli.serve_fleet import MAKE_A_FLEET, ServeFleetOptions
     from gpuinfer.fleet.kubernetes.pods import keys_secret
     from gpuinfer.fleet.kubernetes.server_manifests import ServerCommand, server_manifests
 
-    _refuse_flags_of(OF_RUN, given, "a server", "a run, such as -- selfplay")
+    _refuse_flags_of(OF_RUN, passed, "a server", "a run, such as -- selfplay")
     serving = command.options
     assert isinstance(serving, ServeFleetOptions)
     if serving.model is None and serving.checkpoint is None and serving.dcp_path is None and serving.setup_file is None:
         raise UsageError("serve needs a model. Give one behind the --, such as -- serve --model /models/default.")
-    if own.max_replicas is None and (idle := next((name for name in ("autoscaler",) if name in given), None)):
+    if own.max_replicas is None and (idle := next((name for name in ("autoscaler",) if name in passed), None)):
         raise UsageError(f"--{idle} has no effect without --max-replicas. Add --max-replicas N, or leave it out.")
     if own.max_replicas is not None and own.max_replicas < (own.replicas or 1):
         raise UsageError(
@@ -151,14 +151,14 @@ def _server(
 
 
 def _run(
-    own: ManifestOptions, command: PodCommand, given: Mapping[str, GivenValue]
+    own: ManifestOptions, command: PodCommand, passed: Mapping[str, GivenValue]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Raises `UsageError` where the records would be lost with the coordinator's pod."""
     from gpuinfer.api import Workload
     from gpuinfer.fleet.kubernetes.pods import keys_secret
     from gpuinfer.fleet.kubernetes.run_manifests import RunCommand, run_manifests
 
-    _refuse_flags_of(OF_SERVER, given, "a run", "a server")
+    _refuse_flags_of(OF_SERVER, passed, "a run", "a server")
     workload: type[Workload] = registry.load("workloads", command.name)
     named = {name: getattr(command.options, name) for name in workload.writes_to}
     named["json"] = command.values.get("report") or command.values.get("json")
@@ -190,15 +190,15 @@ def _unseen(own: ManifestOptions, paths: Mapping[str, object]) -> list[str]:
     ]
 
 
-def _refuse_flags_of(names: Sequence[str], given: Mapping[str, GivenValue], these: str, other: str) -> None:
-    if idle := next((name for name in names if name in given), None):
+def _refuse_flags_of(names: Sequence[str], passed: Mapping[str, GivenValue], these: str, other: str) -> None:
+    if idle := next((name for name in names if name in passed), None):
         raise UsageError(f"{flags.flag(idle)} is of {other}, and this is {these}. Leave it out.")
 
 
-def _spelled(given: Mapping[str, GivenValue]) -> list[str]:
+def _spelled(passed: Mapping[str, GivenValue]) -> list[str]:
     """The flags as they would be typed."""
     words = []
-    for key, one in given.items():
+    for key, one in passed.items():
         if isinstance(one.value, bool):
             words.append(flags.flag(key if one.value else f"no_{key}"))
         else:

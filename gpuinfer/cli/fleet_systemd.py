@@ -40,8 +40,8 @@ def systemd(
         )
     from gpuinfer.fleet.systemd_unit import render_unit
 
-    given = [*(["--user", user] if user != "gpuinfer" else []), *(["--program", program] if program else [])]
-    source = shlex.join(["gpuinfer", *NAME.split(), *given, *(["--", *words] if words else [])])
+    own = [*(["--user", user] if user != "gpuinfer" else []), *(["--program", program] if program else [])]
+    source = shlex.join(["gpuinfer", *NAME.split(), *own, *(["--", *words] if words else [])])
     print(
         render_unit(program or _this_program(), [SERVE, *command.words], user, command.options.drain_timeout, source),  # type: ignore[attr-defined]
         end="",
@@ -51,8 +51,8 @@ def systemd(
 def _this_program() -> str:
     """The path of the gpuinfer that runs."""
     carried = one_file()
-    beside = Path(sys.executable).with_name("gpuinfer")
-    found = carried or (beside if beside.exists() else shutil.which("gpuinfer"))
+    installed = Path(sys.executable).with_name("gpuinfer")
+    found = carried or (installed if installed.exists() else shutil.which("gpuinfer"))
     if found is None:
         raise UsageError("no program gpuinfer is found here. Name the one of the server: --program /PATH/gpuinfer.")
     return str(Path(found).absolute())

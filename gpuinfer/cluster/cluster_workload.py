@@ -52,7 +52,7 @@ class ClusterWorkload(Workload):
             f"starting {count} {'node' if count == 1 else 'nodes'}" if self._plan.launcher.starts else "listening"
         )
         yield Progress(0, note=starting, setup=True)
-        await infer.ready()  # its counters are asked for from here on
+        await infer.ready()  # its counters are read from here on
         async with Coordinator(self._division, self._job, self._plan, self.figures) as coordinator:
             self.coordinator = coordinator
             async for progress in coordinator.follow(infer.stopping):

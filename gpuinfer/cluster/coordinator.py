@@ -39,10 +39,10 @@ from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 
 LOOK_S = 0.25  # between two updates of the run
-EXPIRE_S = 1.0  # between two looks for nodes that are lost
+EXPIRE_S = 1.0  # between two searches for nodes that are lost
 LEAVE_S = 20.0  # for nodes to send what they have finished, once the run is over or is to stop
 CLOCK_S = 5.0  # by which a node's clock may differ without a word
-WAIT_S = 10.0  # with fewer nodes than there must be, and none starting, before the run is given up
+WAIT_S = 10.0  # with fewer nodes than there must be, and none starting, before the run is abandoned
 NODE_FILE = re.compile(r"\d{12,}-\d{12,}\.node-\d+")
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class NodeEntry:
 
 
 class UnknownNode(Exception):
-    """A request of a node that this run does not know, or has given up."""
+    """A request of a node that this run does not know, or has removed."""
 
 
 class Coordinator:
@@ -95,7 +95,7 @@ class Coordinator:
         self._stopping = self._over = False
         self._begun = False  # enough nodes have joined
         self._few_since: float | None = None  # since when there are fewer nodes than there must be
-        self._refusals: set[str] = set()  # of nodes that could not join, as they were said
+        self._refusals: set[str] = set()  # messages to nodes that could not join
         self._before = 0
         self._opened = time.monotonic()
         self.address = ""
@@ -147,7 +147,7 @@ class Coordinator:
         put_whole(own / self._run, lambda file: file.write(b"coordinator\n"))
 
     def _unmark_folder(self) -> None:
-        """What lies there counts only once it has been moved away."""
+        """What is there counts only once it has been moved away."""
         if self._division.folder is None:
             return
         own = self._division.folder / messages.RANGES_FOLDER

@@ -7,12 +7,12 @@ held by one node or by two, being kept, or pending: nothing is ever lost.
 *How large a range is.* As much as the node finishes in `target_s`, by the rate that was measured; a first range is
 small. Near the end a node gets a share of what is left, in proportion to its rate and divided by `guided` (guided
 self-scheduling: Polychronopoulos and Kuck 1987; weighted factoring: Hummel et al. 1996), so that all end at one time.
-More is given as soon as what a node has not begun would not last it until the exchange after the next.
+More is leased as soon as what a node has not begun would not last it until the exchange after the next.
 
-*What when nothing is left.* Nodes that would take longer than all together are asked to release what they have not
+*What when nothing is left.* Nodes that would take longer than all together are requested to release what they have not
 begun (work stealing, in two steps: only the node knows what it has not begun). What a silent or late node has begun is
-given to an idle one as well (backup tasks: Dean and Ghemawat 2004): whole ranges, since a node sends the records of
-whole ones. Whoever comes first is kept.
+leased to an idle one as well (backup tasks: Dean and Ghemawat 2004): whole ranges, since a node sends the records of
+whole ones. The first that come are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REMEMBERED = 10_000  # nodes that are gone, for the report
 class CoordinatorCore:
     """The units of one run. Not thread-safe. `now` is in seconds and never goes back.
 
-    A node that is unknown, because it has left or is lost, is given nothing; records that it brings are welcome
+    A node that is unknown, because it has left or is lost, is granted nothing; records that it brings are welcome
     as long as there are none. `total`: of units, None while it is not known; `kept`: by an earlier run.
     """
 
@@ -95,7 +95,7 @@ class CoordinatorCore:
         return node in self._nodes
 
     def heard(self, node: int, now: float, done: int, on_hand: int, parallel: int | None = None) -> None:
-        """`done`: units finished since it joined. `on_hand`: those given to it that it has not begun. `parallel`: as
+        """`done`: units finished since it joined. `on_hand`: those leased to it that it has not begun. `parallel`: as
         in `join`, where that has changed.
         """
         if (state := self._nodes.get(node)) is not None:
@@ -144,7 +144,7 @@ class CoordinatorCore:
     # Ranges
 
     def grant(self, node: int, now: float) -> Grant:
-        """What it is given now, at the end of an exchange, after `heard` and `released`.
+        """What it is granted now, at the end of an exchange, after `heard` and `released`.
 
         Its `fresh` units count as read until its next `grant`. Fewer may be leased.
         """
@@ -197,7 +197,7 @@ class CoordinatorCore:
         """A node gives these units back, which it has not begun."""
         if (state := self._nodes.get(node)) is not None:
             units = self._give_back(state, start, stop)
-            state.given -= units
+            state.leased -= units
             state.taken_ranges += units > 0
             self._stolen += units > 0
 
@@ -227,7 +227,7 @@ class CoordinatorCore:
     def may_keep(self, node: int, start: int, stop: int) -> bool:
         """Whether records of these units are to be kept; from then until `kept` or `not_kept` no others are.
 
-        Not where one of the units has been kept, is being kept, or was never given away: those of the others that are
+        Not where one of the units has been kept, is being kept, or was never leased: those of the others that are
         `missing` may be sent again alone.
         """
         state = self._nodes.get(node)
@@ -273,7 +273,7 @@ class CoordinatorCore:
             bringer.kept += new
 
     def not_kept(self, node: int, start: int, stop: int) -> None:
-        """The records of these units did not come, or could not be kept: the reservation of `may_keep` is given up.
+        """The records of these units did not come, or could not be kept: the reservation of `may_keep` ends.
 
         The node still holds them, and may send them again. If it does not, say `released`.
         """
@@ -315,7 +315,7 @@ class CoordinatorCore:
     # Sizes
 
     def _unread(self) -> int | None:
-        """Units that the Division still has and that are not being read. None: nobody knows."""
+        """Units that the Division still has and that are not being read. None: unknown."""
         if self._ended:
             return 0
         if (until := self._open_until) is not None and (self._total is None or until < self._total):
@@ -331,7 +331,7 @@ class CoordinatorCore:
         return min(usual, max(1, state.under_way) / waited) if waited else usual
 
     def _wanted(self, state: NodeState, now: float) -> int:
-        """Units that it should be given, if there are as many. 0: it has enough until the exchange after the next."""
+        """Units that it should be granted, if there are as many. 0: it has enough until the exchange after the next."""
         policy, per_s = self.policy, state.rate.per_s
         enough = state.parallel + ceil(1.5 * policy.exchange_s * per_s)
         if state.on_hand >= enough:
@@ -379,7 +379,7 @@ class CoordinatorCore:
         return []
 
     def _plan_releases(self, now: float) -> None:
-        """Each node keeps as much as it finishes in the time that all need together for what nobody has begun."""
+        """Each node keeps as much as it finishes in the time that all need together for what no node has begun."""
         margin = self.policy.exchange_s  # until its next exchange
         here = [state for state in self._nodes.values() if now - state.heard_at <= self.policy.silent_s]
         speeds = [self._speed(state, now) for state in here]
@@ -389,7 +389,7 @@ class CoordinatorCore:
                 state.to_release += state.ready - int(even_s * per_s)
 
     def _is_late(self, state: NodeState, now: float) -> bool:
-        """Whether what it has begun should be given to another node as well."""
+        """Whether what it has begun should be leased to another node as well."""
         policy = self.policy
         if not state.holds:
             return False

@@ -13,7 +13,7 @@ class IntervalSet:
     """A set of units. 16 bytes for each maximal interval; an operation finds its place by bisection.
 
     The edges of the intervals ascend: those at even positions begin one, those at odd positions end it. So the number
-    of edges before a unit is odd exactly where the unit lies inside.
+    of edges before a unit is odd exactly where the unit is inside.
     """
 
     __slots__ = ("_edges", "units")

@@ -1,6 +1,6 @@
 """A node: joins a coordinator, runs the job's workload as it is on this machine, and sends the records of its ranges.
 
-It ends when there is nothing more to do, when it is asked to, when it cannot go on, and when the coordinator has not
+It ends when there is nothing more to do, at a signal, when it cannot go on, and when the coordinator has not
 answered for `patience_s`: then another coordinator, or a node in its place, does what it held.
 """
 
@@ -75,9 +75,9 @@ class NodeWorkload(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         """Raises `UsageError` where this machine would compute other records than the coordinator means."""
         deciding = dict(await asyncio.to_thread(self.inner.deciding, infer.arithmetic))
-        if shown := differences(self._job.settings, messages.as_json(deciding)):
+        if changed := differences(self._job.settings, messages.as_json(deciding)):
             raise UsageError(
-                f"this node would compute something else than the run ({shown}). Give it the same files and packages "
+                f"this node would compute something else than the run ({changed}). Give it the same files and packages "
                 "as the machine of the coordinator."
             )
         self._feed.use_version = functools.partial(self._use_version, infer)
@@ -112,7 +112,7 @@ class NodeClient:
         return await self.request("POST", path, body, timeout_s)
 
     async def request(self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_S) -> HttpResponse:
-        """Raises `UsageError` for what is refused, `WorkError` where this node is not wanted or nobody answers."""
+        """Raises `UsageError` for what is refused, `WorkError` where this node is not wanted or nothing answers."""
         until, pause_s = time.monotonic() + self._patience_s, FIRST_PAUSE_S
         while True:
             try:

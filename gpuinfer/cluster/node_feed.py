@@ -155,7 +155,7 @@ class NodeFeed(RangeFeed):
 
     @property
     def on_hand(self) -> int:
-        """Units that nobody has taken."""
+        """Units that are not taken."""
         return sum(one.stop - one.taken for one in self._leases)
 
     @property
@@ -179,18 +179,18 @@ class NodeFeed(RangeFeed):
         self._wake()
 
     def release(self, units: int) -> list[Interval]:
-        """Give up so many units that nobody has taken, the last ones first; which these are."""
-        given = list[Interval]()
+        """Give up so many units that are not taken, the last ones first; which these are."""
+        released = list[Interval]()
         for lease in reversed(list(self._leases)):
             if (count := min(units, lease.stop - lease.taken)) > 0:
-                given.append((lease.stop - count, lease.stop))
+                released.append((lease.stop - count, lease.stop))
                 lease.stop -= count
                 units -= count
                 if lease.stop == lease.work.start:
                     self._leases.remove(lease)
                 elif lease.complete:
                     self._finish(lease)
-        return given
+        return released
 
     def end(self) -> None:
         """No more units: `take` returns None once what is here is taken."""
@@ -198,7 +198,7 @@ class NodeFeed(RangeFeed):
         self._wake()
 
     def give_up(self) -> None:
-        """As `end`, and what nobody has taken is not taken any more."""
+        """As `end`, and what is not taken is not taken any more."""
         for lease in self._leases:
             lease.stop = lease.taken
         self._leases = [one for one in self._leases if one.stop > one.work.start]

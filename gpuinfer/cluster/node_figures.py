@@ -22,7 +22,7 @@ from gpuinfer.cluster.node_report import NodeMachine, NodeReport
 from gpuinfer.stats import Snapshot, merge_in_turn, merge_snapshots
 
 SUM_S = 0.005  # for each node, between two sums of all counters: a sum takes some 0.3 ms a node
-SILENT_S = 5.0  # without an exchange: a node is shown as silent
+SILENT_S = 5.0  # without an exchange: a node counts as silent
 MOST_FIGURES = 4096  # steps' figures that wait for a tracker
 PACE_POINTS = 512  # of the run's pace that are remembered
 MAXIMUM = ("blocks", "threads", "groups_limited", "policy_version")
@@ -121,7 +121,7 @@ class NodeAccount:
 
     @property
     def rows(self) -> int:
-        """That it was asked for, earlier lives included."""
+        """That it has computed, earlier lives included."""
         return self.own_snapshot().rows + (0 if self._past is None else self._past.rows)
 
     def ended(self) -> None:

@@ -13,7 +13,7 @@ from gpuinfer.cluster.node_report import NodeReport, clock_share, core_use, pack
 from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Snapshot
 
-CLOCK_EVERY = 10  # reports between two looks at the clock of the cores
+CLOCK_EVERY = 10  # reports between two readings of the clock of the cores
 
 
 class NodeMeter:

@@ -20,9 +20,9 @@ from gpuinfer.http.access import read_keys
 from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
 ATTEMPTS = 4  # starts of a node that has done nothing in between
-LOOK_S = 0.5  # between two looks at a process
+LOOK_S = 0.5  # between two polls of a process
 PAUSE_S = 2.0  # before a process is started again, and so much longer each time
-LEAVE_S = 10.0  # for a process to end, once it was asked to
+LEAVE_S = 10.0  # for a process to end, once it was signalled
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class NodeProcesses:
     def __init__(self, plan: NodesPlan, failed: Callable[[Exception], None]) -> None:
         self._plan, self._failed = plan, failed
         self._folder: PrivateFolder | None = None
-        given = plan.launcher.key_file
-        self.key = secrets.token_urlsafe(32) if given is None else read_keys(given)[0]
+        file = plan.launcher.key_file
+        self.key = secrets.token_urlsafe(32) if file is None else read_keys(file)[0]
         self._tasks: list[asyncio.Task[None]] = []
         self._processes: dict[int, LaunchedProcess] = {}
         self._worked: set[int] = set()  # those that have done something since they were started
         self._lost: set[int] = set()  # those that are to be ended and started again
         self._refused: dict[int, UsageError] = {}  # by the coordinator, or by what it is to do
-        self._given_up: dict[int, Exception] = {}
+        self._abandoned: dict[int, Exception] = {}
         self._closing = False
         self.restarts = 0
 
@@ -69,8 +69,8 @@ class NodeProcesses:
             self._folder = PrivateFolder(shared or tempfile.gettempdir())
         except OSError as error:
             raise UsageError(f"{error.filename} cannot be written: {error.strerror}. Free some space there.") from None
-        given = self._plan.launcher.key_file
-        self._key_file = given or self._folder.write("cluster.key", f"{self.key}\n".encode())
+        file = self._plan.launcher.key_file
+        self._key_file = file or self._folder.write("cluster.key", f"{self.key}\n".encode())
         return self._key_file
 
     def start(self, address: str) -> None:
@@ -88,7 +88,7 @@ class NodeProcesses:
             self._worked.add(index)
 
     def lost(self, index: int | None) -> None:
-        """The coordinator has given up the node that runs there."""
+        """The coordinator has removed the node that runs there."""
         if index is not None:
             self._lost.add(index)
 
@@ -105,12 +105,12 @@ class NodeProcesses:
         """How many run, or may come up yet."""
         if not self._plan.launcher.starts:
             return self._plan.nodes
-        return len(self._tasks) - len(self._given_up)
+        return len(self._tasks) - len(self._abandoned)
 
     @property
     def first_failure(self) -> Exception | None:
-        """Of those that were given up."""
-        return self._given_up[min(self._given_up)] if self._given_up else None
+        """Of those that were abandoned."""
+        return self._abandoned[min(self._abandoned)] if self._abandoned else None
 
     def log_of(self, index: int | None) -> Path | None:
         process = self._processes.get(index) if index is not None else None
@@ -145,8 +145,8 @@ class NodeProcesses:
             await asyncio.sleep(PAUSE_S * failures)
 
     def _give_up(self, index: int, why: Exception) -> None:
-        self._given_up[index] = why
-        if len(self._given_up) == len(self._tasks):
+        self._abandoned[index] = why
+        if len(self._abandoned) == len(self._tasks):
             self._failed(self.first_failure or why)
         else:
             log.warning("node %d is given up, and the others go on: %s", index, why)
@@ -193,4 +193,4 @@ class NodeProcesses:
         await asyncio.gather(*ending, return_exceptions=True)
         await self._plan.launcher.close()
         if self._folder is not None:
-            self._folder.remove(keep_logs=bool(self._given_up))
+            self._folder.remove(keep_logs=bool(self._abandoned))

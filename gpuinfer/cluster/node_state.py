@@ -41,7 +41,7 @@ class Rate:
 
 @dataclass(slots=True)
 class Lease:
-    """A range as it was given, until all of it is kept or given back: for the mean seconds a range."""
+    """A range as it was leased, until all of it is kept or released: for the mean seconds a range."""
 
     start: int
     stop: int
@@ -62,11 +62,11 @@ class NodeState:
     longest_gap_s: float = 0.0  # between two units that were finished
     unit_s: float = 0.0  # that a unit takes, by Little's law, or between two if that is longer; as of the last one
     done: int = 0  # units finished, as it says
-    on_hand: int = 0  # units that it has not begun, as it said, and those given since
-    given: int = 0  # units given to it, less those that it gave back
+    on_hand: int = 0  # units that it has not begun, by its last exchange, and those leased since
+    leased: int = 0  # units leased to it, less those that it released
     reading: int = 0  # units that the driver reads for it
-    to_release: int = 0  # units that it should give back, said at its next exchange
-    releasing: int = 0  # said, and not answered yet
+    to_release: int = 0  # units that it should give back, for the reply to its next exchange
+    releasing: int = 0  # in a reply, and not answered yet
     busy: bool = False  # had work at some time since it was heard of
     starved: bool = False  # wanted more, and there was nothing
     holds: RangeSet = field(default_factory=RangeSet)
@@ -74,7 +74,7 @@ class NodeState:
     kept: int = 0  # units of which it brought the records
     ranges: int = 0  # leases that are through
     range_s: float = 0.0  # seconds of those together
-    taken_ranges: int = 0  # ranges given to others, because it was slow or lost, or had too many
+    taken_ranges: int = 0  # ranges leased to others, because it was slow or lost, or had too many
     duplicates: int = 0  # units of which it brought records when there were some already
 
     @property
@@ -85,7 +85,7 @@ class NodeState:
     @property
     def under_way(self) -> int:
         """Units that it has begun and not finished; and those of which it has never heard, if a reply was lost."""
-        return max(0, self.given - self.done - self.on_hand)
+        return max(0, self.leased - self.done - self.on_hand)
 
     def observe(self, now: float, done: int, on_hand: int) -> None:
         """What it says of itself. Its rate is measured while there is enough work for it: not at the end."""
@@ -102,12 +102,12 @@ class NodeState:
         self.heard_at, self.done, self.on_hand, self.releasing = now, max(done, self.done), on_hand, 0
 
     def hold(self, work: WorkRange, now: float) -> None:
-        """It is given this range."""
+        """It is leased this range."""
         if not self.holds:
             self.progress_at = now
         self.holds.add(work)
         self.leases.append(Lease(work.start, work.stop, now, len(work)))
-        self.given += len(work)
+        self.leased += len(work)
         self.on_hand += len(work)
         self.busy, self.starved = True, False
 
@@ -128,7 +128,7 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class NodeFigures:
-    """A node as it is shown: while it is there and afterwards."""
+    """A node for the view and the report: while it is there and afterwards."""
 
     number: int
     name: str
@@ -137,12 +137,12 @@ class NodeFigures:
     heard_at: float
     rate: float  # units a second, of late; 0 while it has finished none
     kept: int  # units of which it brought the records
-    done: int  # units finished, as it said last
-    on_hand: int  # units given to it that it has not begun
-    held: int  # units given to it of which no records have come
-    ranges: int  # ranges given to it that are through
+    done: int  # units finished, by its last exchange
+    on_hand: int  # units leased to it that it has not begun
+    held: int  # units leased to it of which no records have come
+    ranges: int  # ranges leased to it that are through
     range_s: float  # mean seconds from a range's lease to its records; 0 while there is none
-    taken_ranges: int  # ranges that were given to others: it was slow or lost, or had too many
+    taken_ranges: int  # ranges that were leased to others: it was slow or lost, or had too many
     duplicates: int  # units of which it brought records when there were some already
 
 

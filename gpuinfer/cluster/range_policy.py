@@ -1,4 +1,4 @@
-"""How the units of a run are divided among its nodes, when a node is late, hung or lost, and what it is given."""
+"""How the units of a run are divided among its nodes, when a node is late, hung or lost, and what it is granted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RangePolicy:
     nodes: int = 1  # how many there will be: the first to join leave some for the others
     backup: bool = True  # near the end idle nodes get copies of what silent and late nodes have begun
     backup_times: float = 2.0  # late: no unit for so many times as long as one takes
-    silent_s: float = 5.0  # without a word, after which a node's ranges are given to idle ones as well
+    silent_s: float = 5.0  # without a word, after which a node's ranges are leased to idle ones as well
     lost_s: float = 30.0  # without a word, after which a node counts as lost
     hung_times: float = 20.0  # hung: no unit for so many times as long as one takes,
     hung_least_s: float = 300.0  # and for so long at least
@@ -31,8 +31,8 @@ class RangePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a node is given in an exchange."""
+    """What a node is granted in an exchange."""
 
-    ranges: list[WorkRange] = field(default_factory=list)  # leased to it already: given back by others, or copies
+    ranges: list[WorkRange] = field(default_factory=list)  # leased to it already: released by others, or copies
     fresh: int = 0  # units to be read from the Division and leased to it
     release: int = 0  # units that it should give back, of those that it has not begun

@@ -13,7 +13,7 @@ class Counts:
     kept: int
     keeping: int  # whose records are being written
     leased: int  # with nodes, each counted once
-    pending: int  # given back, and with no node
+    pending: int  # released, and with no node
     copied: int  # with two nodes
     duplicates: int  # units of which records came when there were some already
 
@@ -26,4 +26,4 @@ class RangeCounts:
     held_s: float  # from the lease of each of these until it was kept, together
     returned: int  # that came back from nodes that left or were lost
     stolen: int  # of which a node released units for others
-    copied: int  # that a second node was given as well
+    copied: int  # leased to a second node as well

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from gpuinfer.errors import UsageError
 
 USER = re.compile(r"[a-z_][a-z0-9_-]{0,30}")  # as systemd takes them (systemd.io/USER_NAMES)
-ROOM_S = 15  # beside --drain-timeout, until what is left is killed
+ROOM_S = 15  # added to --drain-timeout, until what is left is killed
 PLAIN = re.compile(r"[A-Za-z0-9_@:=,./+-]+")
 
 
@@ -51,7 +51,7 @@ Wants=network-online.target
 Type=exec
 User={user}
 ExecStart={command}
-# Of a fleet the first process alone is asked to end: it lets requests finish and then ends the others.
+# Of a fleet the first process alone is signalled to end: it lets requests finish and then ends the others.
 KillMode=mixed
 TimeoutStopSec={stop_s}
 Restart=on-failure

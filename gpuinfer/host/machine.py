@@ -17,13 +17,13 @@ MANY = 1 << 30  # descriptors, where there is no limit
 
 
 def cores() -> int:
-    """CPU cores that this process may use: its affinity, and the CPU quota of its control group or what SLURM has given
-    it on this node if that is less.
+    """CPU cores that this process may use: its affinity, and the CPU quota of its control group or what SLURM has
+    allocated to it on this node if that is less.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = os.environ.get("SLURM_CPUS_ON_NODE", "")  # which not every SLURM enforces
-    if given.isdecimal() and int(given):
-        allowed = min(allowed, int(given))
+    allocated = os.environ.get("SLURM_CPUS_ON_NODE", "")  # which not every SLURM enforces
+    if allocated.isdecimal() and int(allocated):
+        allowed = min(allowed, int(allocated))
     try:  # a version 2 control group's "quota period", or "max period" where it is unlimited
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(allowed, round(int(quota) / int(period)) or allowed))

@@ -70,7 +70,7 @@ class HttpServer:
         flags: network.ListenFlags = network.SERVER_FLAGS,
     ) -> int:
         """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours.
-        `flags`: those that have said where.
+        `flags`: those that name a place.
         """
         sockets = network.bind_tcp(host, port, reuse_port, flags)
         if tls is not None:

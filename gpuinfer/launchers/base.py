@@ -66,7 +66,7 @@ class ProcessPlan:
 
 
 class LaunchedProcess(ABC):
-    """One process that was started. It ends at most once; whatever is asked of one that has ended does no harm."""
+    """One process that was started. It ends at most once; no call on one that has ended does harm."""
 
     def __init__(self, plan: ProcessPlan, begins: int | None = None) -> None:
         """`begins`: where its words begin in the log, which attempts share; None: at its end now."""

@@ -21,7 +21,7 @@ READY = "ready.json"
 
 
 class ProcessOrder(msgspec.Struct, frozen=True):
-    """What is to run, as it travels. `files` are the contents of what lies at the paths that the arguments name;
+    """What is to run, as it travels. `files` are the contents of the files at the paths that the arguments name;
     `words` are put in the place of other words of the arguments. `ready` is where the arguments want the ready file;
     None: the process does not serve.
     """
@@ -69,12 +69,12 @@ class CarriedProcess:
         words: Sequence[str] = [*(order.command or local.COMMAND), *(places.get(one, one) for one in order.arguments)]
         if order.ready is not None and host is not None:
             words = [*words, "--host", host]
-        given = local.process_environment(os.environ, order.threads)
-        if order.threads is not None:  # Ray sets 1 there, whatever was asked for
-            given |= dict.fromkeys(children.THREAD_COUNTS, str(order.threads))
+        environment = local.process_environment(os.environ, order.threads)
+        if order.threads is not None:  # Ray sets 1 there, whatever was requested
+            environment |= dict.fromkeys(children.THREAD_COUNTS, str(order.threads))
         if order.devices is not None:
-            given["CUDA_VISIBLE_DEVICES"] = order.devices
-        self._process = local.start_process(words, log, given)
+            environment["CUDA_VISIBLE_DEVICES"] = order.devices
+        self._process = local.start_process(words, log, environment)
         return self._process.pid
 
     @property

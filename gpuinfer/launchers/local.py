@@ -41,11 +41,11 @@ class LocalLauncher(Launcher):
         self._command = tuple(command)
 
     async def launch(self, plan: ProcessPlan) -> LocalProcess:
-        given = process_environment(children.with_our_path(), plan.threads)
+        environment = process_environment(children.with_our_path(), plan.threads)
         if plan.devices is not None:
-            given["CUDA_VISIBLE_DEVICES"] = plan.devices
+            environment["CUDA_VISIBLE_DEVICES"] = plan.devices
         host = ("--host", self.bind) if plan.serves else ()
-        return LocalProcess(plan, *start_logged(plan, (*self._command, *plan.arguments, *host), given))
+        return LocalProcess(plan, *start_logged(plan, (*self._command, *plan.arguments, *host), environment))
 
 
 def start_logged(
@@ -115,8 +115,8 @@ class LocalProcess(LaunchedProcess):
 
 def process_environment(inherited: Mapping[str, str], threads: int | None) -> dict[str, str]:
     """Of a process: what it inherits, with its share of the cores, and no settings but by its flags."""
-    given = {key: value for key, value in inherited.items() if key in KEPT or not key.startswith(OURS)}
-    return given if threads is None else {**dict.fromkeys(children.THREAD_COUNTS, str(threads)), **given}
+    environment = {key: value for key, value in inherited.items() if key in KEPT or not key.startswith(OURS)}
+    return environment if threads is None else {**dict.fromkeys(children.THREAD_COUNTS, str(threads)), **environment}
 
 
 async def wait_until(done: Callable[[], bool], within_s: float) -> bool:

@@ -30,7 +30,7 @@ from gpuinfer.launchers.carried_process import CarriedProcess
 BEGIN = b"gpuinfer remote_end begins\n"  # what a login shell prints comes before it
 BEAT_S = 5.0  # between two frames of the launcher's
 SILENCE_S = 60.0  # without one, after which the launcher counts as gone
-LOOK_S = 0.05  # between two looks at the process
+LOOK_S = 0.05  # between two polls of the process
 LARGEST = 64 << 20  # bytes of a frame
 
 
@@ -76,9 +76,9 @@ class FrameReader:
 class RemoteEnd:
     """One process and the two streams of its connection."""
 
-    def __init__(self, told: int, reports: int) -> None:
-        """`told` and `reports`: descriptors for frames that come and go."""
-        self._told, self._reports = told, reports
+    def __init__(self, orders: int, reports: int) -> None:
+        """`orders` and `reports`: descriptors for frames that come and go."""
+        self._orders, self._reports = orders, reports
         self._frames = FrameReader()
         self._process = CarriedProcess()
         self._heard = time.monotonic()
@@ -97,9 +97,9 @@ class RemoteEnd:
 
     def _heed(self) -> bool:
         """Take what has come. Whether the launcher is there."""
-        if not select.select([self._told], [], [], LOOK_S)[0]:
+        if not select.select([self._orders], [], [], LOOK_S)[0]:
             return time.monotonic() - self._heard < SILENCE_S
-        more = os.read(self._told, 1 << 16)
+        more = os.read(self._orders, 1 << 16)
         self._heard = time.monotonic()
         for body in self._frames.feed(more):
             if not self._process.started:

@@ -38,7 +38,7 @@ QUOTA_CURE = (
     "(-L time=), another -L qos= or account=, or wait for those that run."
 )
 TIME = r"^((\d+-)?\d+(:\d+){0,2}|UNLIMITED)$"
-LEAVE_S = 60  # before the end of its time a node is asked to leave
+LEAVE_S = 60  # before the end of its time a node is signalled to leave
 LEAVE_FROM_S = 300  # of jobs that have at least so much time: SLURM may be a minute early
 
 
@@ -67,7 +67,7 @@ class SlurmJobState:
 GONE = SlurmJobState("COMPLETED", reason="SLURM has forgotten it")
 
 
-PULSE_LOOK_S = 10  # between two looks at the launcher's pulse
+PULSE_LOOK_S = 10  # between two readings of the launcher's pulse
 LOOKS = 12  # at one that stands still, after which the launcher is gone: file systems of clusters show news late
 
 SCRIPT = """\
@@ -184,10 +184,10 @@ class SlurmLauncher(SlurmBase):
     def _words(self, plan: ProcessPlan) -> list[str]:
         """The options of sbatch."""
         own = self.options
-        given = {name: getattr(own, name) for name in ("account", "partition", "qos", "constraint", "time")}
-        given |= {"reservation": own.reservation, "gpus": own.gpus, "mem": own.mem, "cpus-per-task": own.cpus}
-        given |= {"output": str(plan.log).replace("%", "%%")}  # for SLURM a percent sign begins a replacement
-        words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        options = {name: getattr(own, name) for name in ("account", "partition", "qos", "constraint", "time")}
+        options |= {"reservation": own.reservation, "gpus": own.gpus, "mem": own.mem, "cpus-per-task": own.cpus}
+        options |= {"output": str(plan.log).replace("%", "%%")}  # for SLURM a percent sign begins a replacement
+        words = [f"--{name}={value}" for name, value in options.items() if value is not None]
         if plan.serves:  # its supervisor replaces one that ends, and must know of it
             words.append("--no-requeue")
         else:  # one that SLURM starts again dials again
@@ -212,7 +212,7 @@ class SlurmLauncher(SlurmBase):
             await asyncio.sleep(self._look_s)
 
     async def _look(self) -> None:
-        """Learn how all jobs are. One of which it is known how it ended is not asked for any more."""
+        """Learn how all jobs are. One of which it is known how it ended is not queried any more."""
         if not self._jobs:
             return
         jobs = list(self._jobs)

@@ -35,8 +35,8 @@ def error_output(ended: children.FinishedProgram) -> str:
     """What a program of SLURM's complained of, in its own words."""
     if ended.code is None:
         return f"it did not answer within {LIMIT_S:g} s"
-    said = [line.strip() for line in ended.err.decode("utf-8", "replace").splitlines() if line.strip()]
-    return "; ".join(said[-3:])[:600] or f"it ended with {ended.code} and said nothing"
+    lines = [line.strip() for line in ended.err.decode("utf-8", "replace").splitlines() if line.strip()]
+    return "; ".join(lines[-3:])[:600] or f"it ended with {ended.code} and said nothing"
 
 
 async def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> children.FinishedProgram:
@@ -121,6 +121,6 @@ class SlurmBase(Launcher):
 
     def srun_words(self, *flags: str, **more: object) -> list[str]:
         """One task, in the container if there is one. `more`: options of srun's, by name; None: leave it out."""
-        given = {"container-image": self.options.container, "container-mounts": self.options.mounts, **more}
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+        options = {"container-image": self.options.container, "container-mounts": self.options.mounts, **more}
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
         return ["--nodes=1", "--ntasks=1", *flags, *words]

@@ -26,7 +26,7 @@ from gpuinfer.launchers.slurm_base import SlurmBase, SlurmOptions
 log = logging.getLogger(__name__)
 
 PASSED = ("SLURM_JOB_ID", "SLURM_CONF", "SLURM_JWT", "SLURM_WORKING_CLUSTER")  # what srun finds its job by
-PLACED_S = 5.0  # after which it is said that one waits for its place
+PLACED_S = 5.0  # after which a message names one that waits for its place
 LEAVING_S = 5.0  # for srun to end a step and itself
 OWN_STEPS = 4_294_967_280  # numbers from here on are SLURM's own steps: batch, interactive, extern
 
@@ -171,12 +171,12 @@ class SrunLauncher(SlurmBase):
         self.refuse_named_devices(plan)
         allocation, gpus = self._allocation, self._gpus
         placed = plan.folder / f"{plan.name}.{plan.attempt}.step"
-        given: dict[str, object] = {"cpus_per_task": self._cpus, "mem": self._memory, "export": "ALL"}
+        options: dict[str, object] = {"cpus_per_task": self._cpus, "mem": self._memory, "export": "ALL"}
         if gpus:
-            given["gpus"] = self.options.gpus or gpus
+            options["gpus"] = self.options.gpus or gpus
         elif allocation.least.gpus:
-            given["gres"] = "none"
-        srun = self.srun_words("--exact", job_name=f"gpuinfer-{plan.name}", **given)
+            options["gres"] = "none"
+        srun = self.srun_words("--exact", job_name=f"gpuinfer-{plan.name}", **options)
         words = ("srun", *srun, "sh", "-c", _shell(plan, placed), "sh", *self.command, *plan.arguments)
         variables = local.process_environment(children.with_our_path(), plan.threads)
         variables = {name: value for name, value in variables.items() if _belongs_to_step(name)}

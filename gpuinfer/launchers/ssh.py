@@ -41,7 +41,7 @@ PYTHON_S = 60.0  # for Python to come up there, once there is a connection
 COMPLAINT_LINES = 20  # of what ssh says of a changed key
 FORWARD_S = 20.0
 CHUNK = 1 << 16
-AT_ONCE = 6  # connections that one sshd is asked for at a time: it refuses some beyond ten (MaxStartups)
+AT_ONCE = 6  # connections that are opened to one sshd at a time: it refuses some beyond ten (MaxStartups)
 TRIES = 5  # at a port of this machine for a tunnel, which another program may take first
 SETTINGS = (
     ("BatchMode", "yes"),  # no question is answered
@@ -72,10 +72,10 @@ class SshLauncher(Launcher):
 
         @field_validator("options")
         @classmethod
-        def _whole(cls, given: list[str]) -> list[str]:
+        def _whole(cls, words: list[str]) -> list[str]:
             """Each `Name=value`; a value with commas has come in parts."""
             whole: list[str] = []
-            for part in given:
+            for part in words:
                 if whole and "=" not in part:
                     whole[-1] += f",{part}"
                 elif not OPTION.fullmatch(part):
@@ -176,7 +176,7 @@ class SshProcess(RemoteProcess):
         self._flags, self._python, self._released = flags, python, released
         self._connection: asyncio.subprocess.Process | None = None
         self._resolved = ""
-        self._socket: Path | None = None  # of a tunnel: by which forwards are asked for
+        self._socket: Path | None = None  # of a tunnel: through which forwards are requested
 
     @property
     def called(self) -> str:
@@ -297,7 +297,7 @@ SOCKET_PATH = 80  # characters: ssh puts some behind it for a moment, and the sy
 
 
 def _socket_path(plan: ProcessPlan) -> Path:
-    """In the plan's folder, where its path is as short as sockets want; else a name in /tmp that nobody can guess."""
+    """In the plan's folder, where its path is as short as sockets want; else a name in /tmp that cannot be guessed."""
     path = plan.folder / f"{plan.name}.{plan.attempt}.ssh"
     if len(str(path)) <= SOCKET_PATH:
         path.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gpuinfer.models.gradients import GradientPass, GradientTuning, OpenedGradients
 
 START_S = 300.0  # for a rank to build its model
-LOOK_S = 0.2  # between two looks whether a rank that starts is still there
+LOOK_S = 0.2  # between two polls of a rank that starts
 READ_S = 1.0  # between two readings of the devices
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # by which ranks reach one another
 CURE = "What has been trained is kept: the same command with --resume goes on."
@@ -124,8 +124,8 @@ def _to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
     return array.dtype.str, list(array.shape), np.ascontiguousarray(array).tobytes()
 
 
-def _from_wire(told: Sequence[Any]) -> np.ndarray:
-    dtype, shape, content = told
+def _from_wire(message: Sequence[Any]) -> np.ndarray:
+    dtype, shape, content = message
     return np.frombuffer(bytearray(content), np.dtype(dtype)).reshape(shape)  # writable, as torch wants it
 
 

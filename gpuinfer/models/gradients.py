@@ -254,7 +254,7 @@ class GradientPass:
             raise fault
 
     def _take_first_weights(self) -> None:
-        """Have the parameters that the first rank was given for this batch, by one broadcast. Buffers follow in the
+        """Have the parameters that the first rank has for this batch, by one broadcast. Buffers follow in the
         forward.
         """
         parameters = list(self._parameters.values())

@@ -19,7 +19,7 @@ also `sides` bool [games, seats], true where the run's own model sat. Where play
 and of games that were played with weights that changed meanwhile `version` str [games], the name of those with which
 the game began. A game is in exactly one shard, with all its rows; moves without a choice have no row.
 
-Where all games of a run are there, shards are merged (`merged_records.py`). What is on its way there lies in the folder
+Where all games of a run are there, shards are merged (`merged_records.py`). What is on its way there is in the folder
 `.parts`, whole shards each, which readers do not see. Where a run was killed meanwhile, the next run or the next reader
 brings it back.
 """
@@ -232,7 +232,7 @@ class PositionsFolder(RecordFolder):
 
     def recover(self) -> None:
         """Bring back what a killed run had set apart, before the folder is read; not where a run is writing to it, or
-        nobody may.
+        it is read-only.
         """
         if not any((self.path / PARTS).glob("shard-*.npz")):
             return

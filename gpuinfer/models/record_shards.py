@@ -89,7 +89,7 @@ class GameArrays:
             self.starts[has_rows], self.ends[has_rows] = begins[runs][has_rows], ends[runs][has_rows]
 
     def sizes(self) -> NDArray[np.int64]:
-        """Bytes of each game, [games], the same in whatever shard it lies."""
+        """Bytes of each game, [games], the same in whatever shard it is."""
         move = sum(_bytes_of_row(array) for name, array in self.arrays.items() if name in OF_MOVES)
         game = sum(_bytes_of_row(self.arrays[name]) for name in ("finished", "returns"))
         return (self.ends - self.starts) * move + game

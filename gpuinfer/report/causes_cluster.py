@@ -19,7 +19,7 @@ from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.forecast import Gain, Verdict
 from gpuinfer.units import lasting
 
-LEAST_SHARE = 0.005  # of the time: less is not said
+LEAST_SHARE = 0.005  # of the time: less is not reported
 Cost = tuple[float, Verdict]
 """The share of the nodes' time, and the cause."""
 

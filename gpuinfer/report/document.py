@@ -309,10 +309,10 @@ class NodeTime(TypedDict):
 class RangesSection(TypedDict):
     count: Annotated[Count, about("of which all records are kept")]
     units_mean: Annotated[Amount | None, about("units of one")]
-    mean_s: Annotated[Amount | None, about("from when a node was given one until it was kept")]
+    mean_s: Annotated[Amount | None, about("from when one was leased until it was kept")]
     returned: Annotated[Count, about("that came back from nodes that left or were lost")]
     stolen: Annotated[Count, about("of which a node released units for others")]
-    copied: Annotated[Count, about("that a second node was given as well")]
+    copied: Annotated[Count, about("leased to a second node as well")]
     duplicates: Annotated[Count, about("units whose records came when they were kept already")]
 
 

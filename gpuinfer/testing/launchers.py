@@ -58,8 +58,8 @@ def check_launcher(
     """
 
     def check(examiner: Examination) -> None:
-        def build(**given: Any) -> Launcher:
-            return kind(kind.Options(**given))
+        def build(**options: Any) -> Launcher:
+            return kind(kind.Options(**options))
 
         launcher = check_build(lambda: build(**(values or {})), Launcher, examiner)
         if launcher is None:
@@ -239,23 +239,23 @@ class _LauncherExamination:
             try:
                 await process.ready(self._limit_s)
             except WorkError as error:
-                said = str(error)
+                message = str(error)
             else:
                 return "it serves, though its command line is refused. Give it all of plan.arguments."
-            if "--no-such-flag" not in said or plan.name not in said:
-                return f"its failure says {said!r}. Raise `self.failure(why)`, with the process's name and last words."
+            if "--no-such-flag" not in message or plan.name not in message:
+                return f"its failure is {message!r}. Raise `self.failure(why)`, with the process's name and last words."
             return "it has ended, and `alive` is True." if process.alive else None
 
     async def _fault_of_owner(self) -> str | None:
-        own = self._folder / "owner"  # not ours: by what lies there a launcher may see that its process lives
+        own = self._folder / "owner"  # not ours: by what is there a launcher may see that its process lives
         own.mkdir(mode=0o700, exist_ok=True)
         plan, kind = self._plan(folder=own), type(self._launcher)
         options = self._launcher.options.model_dump(mode="json", exclude_unset=True)
-        given = {"module": kind.__module__, "kind": kind.__qualname__, "options": options, "limit_s": self._limit_s}
-        given |= {"index": plan.index, "folder": str(plan.folder), "arguments": plan.arguments}
-        given["files"] = [str(path) for path in plan.files]
+        arguments = {"module": kind.__module__, "kind": kind.__qualname__, "options": options, "limit_s": self._limit_s}
+        arguments |= {"index": plan.index, "folder": str(plan.folder), "arguments": plan.arguments}
+        arguments["files"] = [str(path) for path in plan.files]
         owner = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", f"from {__name__} import hold_launched; hold_launched()", json.dumps(given)),
+            *(sys.executable, "-c", f"from {__name__} import hold_launched; hold_launched()", json.dumps(arguments)),
             env=children.with_our_path(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -276,26 +276,26 @@ class _LauncherExamination:
 
 def hold_launched() -> None:
     """A process that launches another and waits: what its first argument says, as JSON. It prints the address."""
-    given = json.loads(sys.argv[1])
-    kind: Any = importlib.import_module(given["module"])
-    for name in given["kind"].split("."):
+    arguments = json.loads(sys.argv[1])
+    kind: Any = importlib.import_module(arguments["module"])
+    for name in arguments["kind"].split("."):
         kind = getattr(kind, name)
-    launcher: Launcher = kind(kind.Options(**given["options"]))
-    files = tuple(map(Path, given["files"]))
-    index = given["index"]
-    plan = ProcessPlan(f"replica-{index}", index, Path(given["folder"]), tuple(given["arguments"]), files)
+    launcher: Launcher = kind(kind.Options(**arguments["options"]))
+    files = tuple(map(Path, arguments["files"]))
+    index = arguments["index"]
+    plan = ProcessPlan(f"replica-{index}", index, Path(arguments["folder"]), tuple(arguments["arguments"]), files)
 
     async def hold() -> None:
         process = await launcher.launch(plan)
-        address = await process.ready(given["limit_s"])
+        address = await process.ready(arguments["limit_s"])
         print(json.dumps({"address": address}), flush=True)
-        await asyncio.sleep(given["limit_s"])
+        await asyncio.sleep(arguments["limit_s"])
 
     asyncio.run(hold())
 
 
 def _status(address: tuple[str, int]) -> int | str:
-    """Of an answer that the key is asked for."""
+    """Of a response that asks for the key."""
     host, port = address
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/models"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {KEY}"})

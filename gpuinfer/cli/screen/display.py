@@ -291,21 +291,21 @@ def _nodes(update: RunUpdate, width: int, height: int) -> Iterator[RenderableTyp
     found = live_view.nodes_of(update)
     if not found or not found["nodes"]:
         return
-    shown = node_table(found, _node_lines(update, height), width)
+    nodes = node_table(found, _node_lines(update, height), width)
     table = Table.grid(padding=(0, 2, 0, 0))
-    for index in range(len(shown.columns)):
-        last = index == len(shown.columns) - 1
+    for index in range(len(nodes.columns)):
+        last = index == len(nodes.columns) - 1
         table.add_column(
             justify="left" if index < 2 or last else "right",
             no_wrap=True,
             overflow="ellipsis",
             ratio=1 if last else None,
         )
-    table.add_row(*(Text(name, style=FAINT) for name in shown.columns))
-    for cells, bad in zip(shown.rows, shown.bad, strict=True):
+    table.add_row(*(Text(name, style=FAINT) for name in nodes.columns))
+    for cells, bad in zip(nodes.rows, nodes.bad, strict=True):
         table.add_row(*(Text(cell, style=BAD if bad else "") for cell in cells))
     yield table
-    yield Text(shown.remark, style=FAINT, no_wrap=True, overflow="ellipsis")
+    yield Text(nodes.remark, style=FAINT, no_wrap=True, overflow="ellipsis")
     yield Text()
 
 

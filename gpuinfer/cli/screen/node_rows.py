@@ -12,7 +12,7 @@ from gpuinfer.units import lasting, number, short, whole
 
 PANEL_NODES = 8  # lines of nodes in the final panel
 SLOW = 0.9  # of the others: slower, and the slowest is named
-MOST_SPEED = 9.99  # of the others, that is shown
+MOST_SPEED = 9.99  # of the others, at which the column stops
 LEAST_SHARE = 0.005
 GONE = ("lost", "left")
 TROUBLED = ("lost", "silent")
@@ -29,9 +29,7 @@ TIMES = {
 
 @dataclass(frozen=True, slots=True)
 class NodeTable:
-    """The columns' names, a row for each node that is shown, which of these are in trouble, and what there is to say of
-    all.
-    """
+    """The columns' names, a row for each visible node, which of these are in trouble, and a remark on all."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -42,13 +40,13 @@ class NodeTable:
 def node_table(found: Mapping[str, Any], rows: int, width: int) -> NodeTable:
     """Of the report's `cluster`, for so many lines and columns: all nodes, or those in trouble and the slowest ones."""
     lines, wide = list(found["nodes"]), width >= WIDE
-    shown = lines if len(lines) <= rows else worst(lines)[:rows]
+    visible = lines if len(lines) <= rows else worst(lines)[:rows]
     columns = ["node", "state", found["unit"], _rate_word(found), "speed", "idle", "host"]
     if wide:
         columns[-1:] = ["batch", "p99", "cores", "host"]
-    cells = [_cells(line, found, wide) for line in shown]
-    hidden = len(lines) - len(shown)
-    return NodeTable(columns, cells, [line["state"] in TROUBLED for line in shown], _remark(found, hidden))
+    cells = [_cells(line, found, wide) for line in visible]
+    hidden = len(lines) - len(visible)
+    return NodeTable(columns, cells, [line["state"] in TROUBLED for line in visible], _remark(found, hidden))
 
 
 def worst(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -129,13 +127,13 @@ def node_panel_rows(found: Mapping[str, Any] | None) -> Iterator[PanelRow]:
     where = f"on {len(hosts)} hosts" if len(hosts) > 1 else f"on {next(iter(hosts))}"
     time = ", ".join(f"{share:.0%} {TIMES[name]}" for name, share in found["time"].items() if share >= LEAST_SHARE)
     yield PanelRow("nodes", f"{len(lines)} {where}: {time}")
-    shown = lines if len(lines) <= PANEL_NODES else worst(lines)[:PANEL_NODES]
-    for line in shown:
+    visible = lines if len(lines) <= PANEL_NODES else worst(lines)[:PANEL_NODES]
+    for line in visible:
         yield PanelRow(
             "", _in_words(line, found), "warning" if line["state"] == "lost" or line["restarts"] else "plain"
         )
-    if len(shown) < len(lines):
-        yield PanelRow("", f"and {len(lines) - len(shown)} faster ones")
+    if len(visible) < len(lines):
+        yield PanelRow("", f"and {len(lines) - len(visible)} faster ones")
     ranges, records, coordinator = found["ranges"], found["records"], found["coordinator"]
     if ranges["count"]:
         counts = ", ".join(f"{whole(ranges[name])} {name}" for name in ("returned", "stolen", "copied") if ranges[name])

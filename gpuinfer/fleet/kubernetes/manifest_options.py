@@ -105,7 +105,7 @@ class Mount:
         return cls(_object_name(claim), path, READ_ONLY in words, sizes[0] if sizes else None, COORDINATOR in words)
 
     def holds(self, path: str) -> bool:
-        """Whether this absolute path lies in it."""
+        """Whether this absolute path is in it."""
         return f"{path.rstrip('/')}/".startswith(f"{self.path}/")
 
 
@@ -124,7 +124,7 @@ Mounts = Annotated[list[str], AfterValidator(_mounts)]
 
 
 class ManifestOptions(BaseModel):
-    """What the manifests say beside the command that the pods run."""
+    """What the manifests say apart from the command that the pods run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -138,7 +138,7 @@ class ManifestOptions(BaseModel):
     replicas: int | None = Field(
         None, ge=1, le=10_000, description="pods of a server [2]; with --max-replicas the least"
     )
-    nodes: int | None = Field(None, ge=1, le=10_000, description="pods of a run that work, beside its coordinator [2]")
+    nodes: int | None = Field(None, ge=1, le=10_000, description="pods of a run that work, without its coordinator [2]")
     gpus: int = Field(0, ge=0, le=64, description="devices of each pod")
     gpu_resource: Annotated[str, AfterValidator(_resource)] = Field(
         "nvidia.com/gpu", description="how the cluster calls them"

@@ -28,13 +28,13 @@ def selector_labels(options: ManifestOptions, component: str) -> dict[str, str]:
 
 def metadata(options: ManifestOptions, name: str, component: str) -> Manifest:
     """Of an object, with the labels that Kubernetes recommends and those of the person."""
-    given = dict(label.split("=", 1) for label in options.label)
-    labels = {**selector_labels(options, component), "app.kubernetes.io/version": own_version(), **given}
+    own = dict(label.split("=", 1) for label in options.label)
+    labels = {**selector_labels(options, component), "app.kubernetes.io/version": own_version(), **own}
     return {"name": name, **({"namespace": options.namespace} if options.namespace else {}), "labels": labels}
 
 
 def claims(options: ManifestOptions, component: str) -> list[Manifest]:
-    """The claims whose size was given: one for several pods can be mounted by several machines at once."""
+    """The claims whose size is set: one for several pods can be mounted by several machines at once."""
     return [
         {
             "apiVersion": "v1",

@@ -21,9 +21,9 @@ from gpuinfer.fleet.kubernetes.pods import (
 
 SERVER, PORT = "server", 8000
 REPLICAS = 2
-NOTICED_S = 5  # from a pod's end being decided until nobody sends it requests
-ROOM_S = 15  # beside that and --drain-timeout, until a pod is killed
-EVERY_S = 5  # between two looks at a pod that starts
+NOTICED_S = 5  # from a pod's end being decided until no client sends it requests
+ROOM_S = 15  # added to that and --drain-timeout, until a pod is killed
+EVERY_S = 5  # between two probes of a pod that starts
 CALM_S = 300  # without need of a pod until it leaves
 
 

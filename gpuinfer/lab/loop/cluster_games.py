@@ -23,7 +23,7 @@ from gpuinfer.host.files import put_whole
 from gpuinfer.lab.loop.loop_division import LoopDivision
 from gpuinfer.lab.loop.loop_runner import LoopPlan, LoopStep, Report, done_report
 
-LOOK_S = 0.2  # between two looks for Ctrl-C while games are waited for
+LOOK_S = 0.2  # between two polls for Ctrl-C while games are waited for
 LEAVE_S = 60.0  # for nodes to send what they have finished, and to end
 
 

@@ -43,7 +43,7 @@ class IterationGames:
     gaps: list[Interval]
     kept: int
     records: Division | None = None  # while its folder is open
-    began: float | None = None  # when the first game was given out
+    began: float | None = None  # when the first game was leased
 
 
 class LoopDivision(Division):

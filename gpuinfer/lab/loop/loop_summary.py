@@ -193,22 +193,22 @@ def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow
     is_stale = bool(set(document["staleness"] or {}) - {"0"})
     columns = (*COLUMNS, *([GATE] if has_gates else []), *([STALENESS] if is_stale else []))
 
-    def shown(value: Any, words: Callable[[Any], str]) -> str:
+    def rendered(value: Any, words: Callable[[Any], str]) -> str:
         return "–" if value is None else words(value)
 
     rows = [
         (
             str(one["iteration"]),
-            shown(one["games"], whole),
-            shown(one["games_s"], duration),
-            shown(one["rows_per_batch"], whole),
+            rendered(one["games"], whole),
+            rendered(one["games_s"], duration),
+            rendered(one["rows_per_batch"], whole),
             _device_words(one),
-            shown(one["loss"], number),
-            shown(one["training_s"], duration),
-            shown(one["strength"], in_elo),
-            shown(one["strength"], lambda strength: f"{strength['score']:.1%}"),
-            *([shown(one["gate"], _gate_words)] if has_gates else []),
-            *([shown(one["staleness"], staleness_words)] if is_stale else []),
+            rendered(one["loss"], number),
+            rendered(one["training_s"], duration),
+            rendered(one["strength"], in_elo),
+            rendered(one["strength"], lambda strength: f"{strength['score']:.1%}"),
+            *([rendered(one["gate"], _gate_words)] if has_gates else []),
+            *([rendered(one["staleness"], staleness_words)] if is_stale else []),
         )
         for one in document["iterations"]
     ]

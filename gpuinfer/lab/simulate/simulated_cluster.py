@@ -26,7 +26,7 @@ from gpuinfer.errors import WorkError
 from gpuinfer.lab.simulate.simulated_node import SimulatedNode
 
 SHORTEST_S = 0.05  # between two exchanges of a node that has nothing
-EXPIRE_S = 1.0  # between two looks for lost nodes
+EXPIRE_S = 1.0  # between two searches for lost nodes
 RETRY_S = 1.0  # after a message that was lost
 
 
@@ -226,7 +226,7 @@ class ClusterSimulation:
     def _die(self, connection: _Connection) -> None:
         if connection.node.alive and self._now < self.scenario.faults.until:
             self._replace(connection)
-            if self._random.random() < 0.5:  # its launcher notices; else nobody does
+            if self._random.random() < 0.5:  # its launcher notices; else nothing does
                 self._core.leave(connection.node.number, self._now)
 
     def _hang(self, connection: _Connection) -> None:

@@ -73,27 +73,27 @@ class SimulatedNode:
 
     @property
     def busy_until(self) -> float:
-        """When it finishes all that it was given, if nothing stops it."""
+        """When it finishes all that is leased to it, if nothing stops it."""
         return self._next_begin + self.parallel / self.rate + self._offset
 
     def release(self, units: int, now: float) -> list[Interval]:
         """Give up so many units that are not begun, the last ones first; which these are."""
-        given = list[Interval]()
+        released = list[Interval]()
         while units > 0 and self.leases:
             lease = self.leases[-1]
             count = min(units, lease.stop - lease.start - self.begun(lease, now))
             if count <= 0:
                 break
-            given.append((lease.stop - count, lease.stop))
+            released.append((lease.stop - count, lease.stop))
             lease.stop -= count
             units -= count
             if lease.stop > lease.start:
                 break
             self.leases.pop()
-        if given:
+        if released:
             last = self.leases[-1] if self.leases else None
             self._next_begin = 0.0 if last is None else last.begins + (last.stop - last.start) / self.rate
-        return given
+        return released
 
     def next_finish(self, now: float) -> float | None:
         """When its first range is done, if nothing stops it. None: it has none, or is stopped."""

@@ -16,7 +16,7 @@ from gpuinfer.workloads.generate.row_asker import AnswerSink, RowCounts, RowOutc
 
 class AnswerOutput(AnswerSink):
     """Writes lines to `output`, and counts their rows. `ordered`: in the order of their places; `window` bounds how far
-    ahead of the first that is missing a row may be asked. Belongs to the event loop on which it is made.
+    ahead of the first that is missing a row may be sent to the model. Belongs to the event loop on which it is made.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class AnswerOutput(AnswerSink):
         window: float = math.inf,
     ) -> None:
         self._output, self._counts = output, counts
-        self._outlet = output.writer(lane)
+        self._writer = output.writer(lane)
         self._order: OrderedOutput | UnorderedOutput = (
-            OrderedOutput(self._outlet, window, output.left) if ordered else UnorderedOutput(self._outlet)
+            OrderedOutput(self._writer, window, output.left) if ordered else UnorderedOutput(self._writer)
         )
 
     async def near(self, row: NamedRow) -> None:
@@ -42,7 +42,7 @@ class AnswerOutput(AnswerSink):
         self._order.add(row.place, line)
 
     def put_range(self, places: Iterable[int], lines: Sequence[bytes], outcome: RowOutcome) -> None:
-        """Lines of several rows that were asked, in their order. `outcome`: what became of them together."""
+        """Lines of several rows that were answered, in their order. `outcome`: what became of them together."""
         self._counts.add(outcome)
         self._order.add_all(places, lines)
 
@@ -52,14 +52,14 @@ class AnswerOutput(AnswerSink):
 
     @property
     def full(self) -> bool:
-        return self._outlet.full
+        return self._writer.full
 
     async def room(self) -> None:
-        await self._outlet.room()
+        await self._writer.room()
 
     async def room_for(self, place: int) -> None:
-        """Wait until the rows before this place may be asked, and their errors be put."""
-        await self._outlet.room()
+        """Wait until the rows before this place may be sent to the model, and their errors be put."""
+        await self._writer.room()
         await self._order.near(place)
 
     @property
@@ -74,7 +74,7 @@ class AnswerOutput(AnswerSink):
 
     async def flush(self) -> None:
         """What was put is on the disk when this returns, in its place or aside. Raises `WorkError`."""
-        await self._outlet.flush()
+        await self._writer.flush()
 
     async def close(self, complete: bool) -> None:
         """What was put is on the disk when this returns. `complete`: all rows have been put, and what an earlier run
@@ -83,10 +83,10 @@ class AnswerOutput(AnswerSink):
         try:
             if complete:
                 for line in self._output.rest():
-                    self._outlet.put(line)
-                    await self._outlet.room()
+                    self._writer.put(line)
+                    await self._writer.room()
         finally:
             if self._output.aside is None:  # no run can go on: better out of order than lost
                 with contextlib.suppress(WorkError):
                     self._order.let_go()
-            await self._outlet.close()
+            await self._writer.close()

@@ -28,13 +28,13 @@ from gpuinfer.workloads.generate.row_intake import RowIntake
 
 AHEAD = 8192  # rows that are read before they are wanted
 RANGE_ROWS = 2048  # of a range at most: its lines come back together
-HELD_BYTES = 256 << 20  # of lines that wait for an earlier one, before no more rows are given out
+HELD_BYTES = 256 << 20  # of lines that wait for an earlier one, before no more rows are leased
 READ_S = 0.1  # how long `read` waits for a silent input
 FINISH_S = 5.0  # for rows that are under way when a node is to stop
 
 
 class RowItem(Struct, array_like=True, gc=False):
-    """What a node needs of a row beside its unit's number. `raw`: as it stands in the input; `id`: empty where the row
+    """What a node needs of a row next to its unit's number. `raw`: as it stands in the input; `id`: empty where the row
     has a number as its id.
     """
 
@@ -102,7 +102,7 @@ complete.
 
 
 class GenerateDivision(Division):
-    """The coordinator's side. `open_run` claims input and output, given `Backend.arithmetic`; `most` ends the input
+    """The coordinator's side. `open_run` claims input and output, for `Backend.arithmetic`; `most` ends the input
     after so many rows.
     """
 
@@ -125,10 +125,10 @@ class GenerateDivision(Division):
         self._opened: OpenedRun
         self._answers: AnswerOutput
         self._reading: asyncio.Task[None] | None = None
-        self._ready: deque[NamedRow] = deque()  # read, and not given out
+        self._ready: deque[NamedRow] = deque()  # read, and not leased
         self._arrived, self._wanted = asyncio.Event(), asyncio.Event()
-        self._units = 0  # given out
-        self._places: dict[int, int] = {}  # of units that are given out and not kept, in the output; only with order
+        self._units = 0  # leased
+        self._places: dict[int, int] = {}  # of units that are leased and not kept, in the output; only with order
 
     @property
     def total(self) -> int | None:
@@ -186,7 +186,7 @@ class GenerateDivision(Division):
                 return WorkRange(start, start)
             try:
                 self._reading.result()
-            except UsageError as error:  # of the input's form: the run fails, not the node that asked
+            except UsageError as error:  # of the input's form: the run fails, not the node that requests rows
                 raise WorkError(str(error)) from error
             return None
         rows = [self._ready.popleft() for _ in range(min(most, RANGE_ROWS, len(self._ready)))]
@@ -254,14 +254,14 @@ class RangeAnswerer(AnswerSink):
         """
         async with asyncio.TaskGroup() as group:
             fetching = group.create_task(self._fetch())
-            asking = group.create_task(self._asker.run(self._rows, self))
+            answering = group.create_task(self._asker.run(self._rows, self))
             stop = group.create_task(stopping.wait())
-            await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            await asyncio.wait({answering, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
                 fetching.cancel()
                 self._rows.drop()
-                await asyncio.wait({asking}, timeout=FINISH_S)
-            for task in (fetching, asking, stop):
+                await asyncio.wait({answering}, timeout=FINISH_S)
+            for task in (fetching, answering, stop):
                 task.cancel()
 
     async def _fetch(self) -> None:

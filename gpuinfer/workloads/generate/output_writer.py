@@ -228,8 +228,8 @@ class OrderedOutput:
     `window` bounds how far ahead of the first that is missing a line may come. `others` are lines that lie aside too.
     """
 
-    def __init__(self, outlet: OutputWriter, window: float, others: Callable[[], Iterable[bytes]] = tuple) -> None:
-        self._outlet, self._window, self._others = outlet, window, others
+    def __init__(self, writer: OutputWriter, window: float, others: Callable[[], Iterable[bytes]] = tuple) -> None:
+        self._writer, self._window, self._others = writer, window, others
         self._held: dict[int, bytes] = {}
         self._next = 0
         self._moved = asyncio.Event()
@@ -255,14 +255,14 @@ class OrderedOutput:
                 self.held_bytes -= len(found)
                 self._next += 1
         if due:
-            self._outlet.put_all(due)
+            self._writer.put_all(due)
             self._moved.set()
         if early and not kept:
             aside = [held[place] for place in early if place in held]
-            self._outlet.put_all(aside, aside=True)
+            self._writer.put_all(aside, aside=True)
             self._bytes_aside += sum(map(len, aside))
             if self._bytes_aside > max(LEAST_ASIDE, SHARE * self.held_bytes):
-                self._outlet.keep_aside([*self._others(), *held.values()])
+                self._writer.keep_aside([*self._others(), *held.values()])
                 self._bytes_aside = self.held_bytes
 
     async def near(self, place: int) -> None:
@@ -275,7 +275,7 @@ class OrderedOutput:
         """Write what is held although lines before it are missing: none will come. How many there were."""
         held = [self._held.pop(place) for place in sorted(self._held)]
         for line in held:
-            self._outlet.put(line)
+            self._writer.put(line)
         return len(held)
 
     @property
@@ -289,14 +289,14 @@ class UnorderedOutput:
 
     waiting = held_bytes = 0
 
-    def __init__(self, outlet: OutputWriter) -> None:
-        self._outlet = outlet
+    def __init__(self, writer: OutputWriter) -> None:
+        self._writer = writer
 
     def add(self, place: int, line: bytes, kept: bool = False) -> None:
-        self._outlet.put(line)
+        self._writer.put(line)
 
     def add_all(self, places: Iterable[int], lines: Sequence[bytes]) -> None:
-        self._outlet.put_all(lines)
+        self._writer.put_all(lines)
 
     async def near(self, place: int) -> None:
         return

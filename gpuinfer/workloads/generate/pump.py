@@ -15,7 +15,7 @@ from gpuinfer.workloads.generate.opened_output import OpenedOutput
 from gpuinfer.workloads.generate.row_asker import RowAsker, RowCounts, WaitingRows
 from gpuinfer.workloads.generate.row_intake import RowIntake
 
-WINDOW = 4  # times as many rows as are under way may be asked before an earlier one is answered, with ordered output
+WINDOW = 4  # times as many rows as are under way may be sent before an earlier one is answered, with ordered output
 
 
 class Pump:

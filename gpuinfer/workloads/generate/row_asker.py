@@ -74,11 +74,11 @@ class AnswerSink(ABC):
 
     @abstractmethod
     async def near(self, row: NamedRow) -> None:
-        """Wait until the row may be asked, where it should not be too far ahead of others."""
+        """Wait until the row may be sent to the model, where it should not be too far ahead of others."""
 
     @abstractmethod
     def put(self, row: NamedRow, line: bytes, outcome: RowOutcome) -> None:
-        """The line of a row that was asked."""
+        """The line of a row that was answered."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class AnswerSink(ABC):
 
 
 class WaitingRows:
-    """Rows that wait to be asked, in their order. Belongs to the event loop."""
+    """Rows that wait for a request, in their order. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._rows: deque[NamedRow] = deque()

@@ -1,4 +1,4 @@
-"""Reads the input once, in order: names rows, leaves out those that are done, and gives those that are to be asked."""
+"""Reads the input once, in order: names rows, leaves out those that are done, and gives those that are to be answered."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class RowIntake:
         self._source, self._reader, self._namer, self._writer = source, reader, namer, writer
         self._output, self._answers, self._counts = output, answers, counts
         self._most, self._enter = most, enter
-        self._places = 0  # given away
+        self._places = 0  # passed on
 
     async def blocks(self) -> AsyncIterator[list[NamedRow]]:
-        """The rows to be asked, in blocks that may be empty, each row with its place among the lines of the output.
+        """The rows to be answered, in blocks that may be empty, each row with its place among the lines of the output.
         Raises as `InputSource.blocks`, and `WorkError` when errors cannot be written.
         """
         self._enter("read")

@@ -285,10 +285,10 @@ class Generate(Workload):
 
     def node_options(self) -> Mapping[str, Any]:
         """Without input and output, which the coordinator alone opens."""
-        given = self.options.model_dump(mode="json", exclude_unset=True)
+        options = self.options.model_dump(mode="json", exclude_unset=True)
         for name in ("prompt", "prompt_column", "ordered", "resume", "retry_errors"):
-            given.pop(name, None)
-        return {**given, "input": os.devnull, "output": os.devnull}
+            options.pop(name, None)
+        return {**options, "input": os.devnull, "output": os.devnull}
 
     def division(self) -> Division:
         def ended(counts: RowCounts, output: OpenedOutput, waiting: int | None) -> None:

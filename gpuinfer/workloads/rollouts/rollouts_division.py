@@ -37,7 +37,7 @@ def pack_groups(records: Sequence[Group]) -> bytes:
 
 
 class RolloutsDivision(NumberedDivision):
-    """The coordinator's side. `settings_of` reads all that decides a record, given `Backend.arithmetic`; `open_writer`
+    """The coordinator's side. `settings_of` reads all that decides a record, for `Backend.arithmetic`; `open_writer`
     claims the record's folder for them.
     """
 

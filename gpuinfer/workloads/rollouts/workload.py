@@ -192,8 +192,8 @@ class Rollouts(Workload):
 
     def node_options(self) -> Mapping[str, Any]:
         """Without the record, which the coordinator alone writes."""
-        given = self.options.model_dump(mode="json", exclude_unset=True)
-        return {name: one for name, one in given.items() if name not in ("out", "format", "resume", "groups")}
+        options = self.options.model_dump(mode="json", exclude_unset=True)
+        return {name: one for name, one in options.items() if name not in ("out", "format", "resume", "groups")}
 
     def division(self) -> Division:
         own = self.options

@@ -1,4 +1,4 @@
-"""What is recorded of finished games: shards on the disk, or messages to the process that asked for the games, after
+"""What is recorded of finished games: shards on the disk, or messages to the process that requested the games, after
 which a game counts; and how games with resignation ended. Which games may be resigned is checked here; the search
 decides when a player does (`puct.would_resign`).
 """

@@ -7,7 +7,7 @@ opponent, resignations, where players may resign}, the last time with {ended}.
 
 A worker that is killed has its games taken back. With records on disk a game counts when its shard is there: the last
 one may have reached the disk without a word, so the folder is looked at first. Workers that have run out stay until all
-games count, since they may yet be given those of another.
+games count, since they may yet be assigned those of another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WorkerGames:
     """What one worker has, and has done."""
 
     arguments: Mapping[str, Any]
-    held: set[int] = field(default_factory=set)  # games given to it that do not count yet
+    held: set[int] = field(default_factory=set)  # games assigned to it that do not count yet
     kept: int = 0  # of its games count
     counts: Mapping[str, int] = field(default_factory=dict)
     begun: float = 0.0
@@ -46,7 +46,7 @@ class WorkerGames:
     blocks: list[int] | None = None  # the slots of each, once it is ready
     plays: bool = True  # neither ended nor dead
     ended: bool = False  # by itself
-    dry: bool = False  # was told that there are no more games
+    dry: bool = False  # has been sent word that there are no more games
 
     def keep(self, games: set[int]) -> None:
         self.kept += len(games)
@@ -54,7 +54,7 @@ class WorkerGames:
 
 
 class GameSource(ABC):
-    """Where the numbers of games come from, and where it is said which of them count."""
+    """Where the numbers of games come from, and where those that count are reported."""
 
     total: int | None = None  # games of the run; None: not known
     before: int = 0  # of these, by an earlier run
@@ -93,7 +93,7 @@ class NumberedGames(GameSource):
 
 class Match:
     """The games of a source, played by workers with these arguments. `on_disk` reads the numbers of the games that have
-    reached the disk; `tallies` add up what is said of games, by its name.
+    reached the disk; `tallies` add up what is reported of games, by its name.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Match:
         hand.counts, hand.begun = {**hand.counts, "games": hand.kept}, 0.0
         back, hand.held = sorted(hand.held), set()
         self._free.extendleft(reversed(back))
-        if self.left and not any(other.plays or other.ended for other in self._hands):  # ended: asked to stop
+        if self.left and not any(other.plays or other.ended for other in self._hands):  # ended: requested to stop
             out = hand.arguments["out"]
             kept = f"{self.done} of {self._source.total} games are kept in {out}: run again with --resume."
             raise WorkerDied(
@@ -217,7 +217,7 @@ class Match:
                     taking.result()  # raises its error
                     taking = None
                 wants = {worker: want for worker, want in self._wants.items() if self._hands[worker].plays}
-                if not wants:  # they were asked to stop meanwhile, or killed
+                if not wants:  # they were requested to stop meanwhile, or killed
                     continue
                 if self._free or not self._source.left:
                     await self._give(wants, workers)
@@ -234,16 +234,16 @@ class Match:
 
     async def _give(self, wants: Mapping[int, int], workers: Workers) -> None:
         """Games that are free to those who want some; word that there are no more, once there are none."""
-        given: dict[int, list[int]] = {}
+        assigned: dict[int, list[int]] = {}
         for number, (worker, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
             share = min(want, math.ceil(len(self._free) / (len(wants) - number)))
             if share or not self.left:
-                given[worker] = [self._free.popleft() for _ in range(share)]
-                self._hands[worker].held.update(given[worker])
+                assigned[worker] = [self._free.popleft() for _ in range(share)]
+                self._hands[worker].held.update(assigned[worker])
                 del self._wants[worker]
         if self._wants:
             self._news.set()
-        for worker, games in given.items():
+        for worker, games in assigned.items():
             self._hands[worker].dry = not self.left
             await _send(workers, worker, {"games": games, "more": not self._hands[worker].dry})
 

@@ -311,7 +311,7 @@ class SelfPlayWorkload(Workload):
             async for progress in playing:
                 yield progress
         if folder:
-            for one in counted.values():  # a worker that was killed may not have told of all its games
+            for one in counted.values():  # a worker that was killed may not have reported all its games
                 await asyncio.to_thread(one.add_recorded, folder)
             if self.merges_records and match.done == self.options.games:
                 await self._merge(folder, infer.stopping)
@@ -411,7 +411,7 @@ class SelfPlayWorkload(Workload):
             log.warning(said, asked, there, self.processes)
 
     def arguments(self, infer: Infer, left: int) -> list[dict[str, Any]]:
-        """What each worker is told: plain values. `left`: games that are to be played."""
+        """What each worker is sent: plain values. `left`: games that are to be played."""
         workers = max(1, min(self.processes, left))
         opponent = None
         if self.options.opponent_model is not None:
