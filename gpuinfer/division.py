@@ -24,8 +24,8 @@ Interval = tuple[int, int]
 
 
 class WorkRange(msgspec.Struct, frozen=True, array_like=True):
-    """Units from `start` to before `stop`. `items`: one for each unit, what it is apart from its number, such as the row
-    that is to be answered; empty where the number says all. `version`: of the weights that compute it, where they
+    """Units from `start` to before `stop`. `items`: one for each unit, what it is apart from its number, such as the
+    row that is to be answered; empty where the number says all. `version`: of the weights that compute it, where they
     change during a run.
     """
 

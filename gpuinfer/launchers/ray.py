@@ -74,8 +74,8 @@ PLACED_S = 5.0  # after which it is said that one waits for its place
 END_S = 20.0
 ADDRESS = r"^(auto|[A-Za-z0-9.\-\[\]:]+:\d+)$"
 FRESH = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-"""Of a cluster for this run alone: it announces itself nowhere, its node's address is that of loopback, and processes are
-no background work, which by Ray's default of 15 a busy neighbour would starve.
+"""Of a cluster for this run alone: it announces itself nowhere, its node's address is that of loopback, and processes
+are no background work, which by Ray's default of 15 a busy neighbour would starve.
 """
 
 

@@ -114,7 +114,7 @@ class Pulse:
 
 
 class OwnPulse(Pulse):
-    """Of one session, without those beside it."""
+    """Of one session, without the others."""
 
     def __init__(self, session: Session) -> None:
         self._sessions = [session]
@@ -157,8 +157,8 @@ class Session(Infer, Pulse):
         self.roofline = roofline
         self.stopping = asyncio.Event() if within is None else within.stopping
         self._name, self._within, self._connectors = name, within, connectors
-        self._sessions = [self]  # and those beside it
-        self.called = ""  # what the run's own model is told apart by from those beside it; "": by its path
+        self._sessions = [self]  # and those of other models
+        self.called = ""  # what the run's own model is told apart by from the others; "": by its path
         self._backend, self._strategy = backend, strategy
         self._recorder = None  # of a remote backend: its server forms the batches, and records them
         if not backend.remote:
@@ -362,7 +362,7 @@ class Session(Infer, Pulse):
             await one.ready()
         with blame.blaming(self._backend, "connect"):
             connectors = [self._backend.connect() for _ in arguments]
-            beside = [
+            others = [
                 [(one.setup.model, one._backend.connect()) for one in servers if one is not self and one.setup.model]
                 for _ in arguments
             ]
@@ -376,7 +376,7 @@ class Session(Infer, Pulse):
                 setup=self._strategy.setup,
                 options=self._strategy.options.model_dump(),
                 roofline=self.roofline,
-                beside=beside[index],
+                other_models=others[index],
             )
             for index, given in enumerate(arguments)
         ]

@@ -105,7 +105,7 @@ async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
         on_fault=end,
         on_stuck=die,
         name=f"worker {job.index}",
-        connectors=job.beside,
+        connectors=job.other_models,
     )
     try:
         async with session:

@@ -53,7 +53,7 @@ class WorkerJob:
     setup: Setup
     options: Mapping[str, Any]  # the strategy's
     roofline: Roofline | None
-    beside: Sequence[tuple[ModelSpec, Connector]] = ()  # other models of the run whose servers are elsewhere
+    other_models: Sequence[tuple[ModelSpec, Connector]] = ()  # of the run, whose servers are elsewhere
 
 
 def _enter(end: socket.socket, heartbeat: shared_memory.Descriptor, job: WorkerJob) -> None:

@@ -173,8 +173,8 @@ MARGIN = "gpuinfer: "
 
 
 def step_seconds(report: Report) -> float:
-    """All of the command's last run: getting ready and working. Of games on nodes, while which training and matches go on:
-    how long the loop has waited for them.
+    """All of the command's last run: getting ready and working. Of games on nodes, during which training and matches
+    go on: how long the loop has waited for them.
     """
     return float(report.get("waited_s", float(report["setup_s"]) + float(report["wall_s"])))
 

@@ -1,4 +1,4 @@
-"""Reads the input once, in order: names rows, leaves out those that are done, and gives those that are to be answered."""
+"""Reads the input once, in order: names rows, leaves out those that are done, and yields those to be answered."""
 
 from __future__ import annotations
 
