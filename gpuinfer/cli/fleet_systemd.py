@@ -22,13 +22,13 @@ DEFAULT = ("serve", "--config", "/etc/gpuinfer/gpuinfer.toml", "--log-format", "
 def systemd(
     user: Annotated[str, typer.Option(metavar="NAME", help="Who runs it.")] = "gpuinfer",
     program: Annotated[
-        str | None, typer.Option(metavar="PATH", help=flags.plain("Which gpuinfer it is [this one]."))
+        str | None, typer.Option(metavar="PATH", help=flags.escape_markup("Which gpuinfer it is [this one]."))
     ] = None,
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[-- COMMAND …]",
-            help=flags.plain(f"The command, behind --, such as serve --model DIR [{shlex.join(DEFAULT)}]."),
+            help=flags.escape_markup(f"The command, behind --, such as serve --model DIR [{shlex.join(DEFAULT)}]."),
         ),
     ] = None,
 ) -> None:
