@@ -112,7 +112,7 @@ class ModalLauncher(Launcher):
                     f"did not come up: {own.python} of the image {own.image} has no gpuinfer. Build one that has"
                 )
             process.refuse_other_version(version, f"the image {own.image}")
-            order = carried_process.order_of(plan)
+            order = carried_process.process_order(plan)
             await process.begin(RemoteOrder(process=_with_port(order), host="0.0.0.0"))
         except BaseException:
             await process.kill()
