@@ -97,4 +97,4 @@ def test_elsewhere_nothing_is_removed(inside, monkeypatch):
     ],
 )
 def test_a_cluster_is_told_to_run_the_one_file(inside, options, program):
-    assert SlurmLauncher(SlurmLauncher.Options(**options))._command == program
+    assert SlurmLauncher(SlurmLauncher.Options(**options)).command == program

@@ -195,7 +195,7 @@ class FleetPlan:
         if launcher is not None and not launcher.starts:
             raise UsageError(
                 f"--launcher {launcher.name} starts nothing, and these replicas have to be started. Leave it out, or "
-                "name replicas that run already: --backend fleet -B workers=URL,URL for a run."
+                "give a server that runs: --backend fleet -B endpoint=URL."
             )
         room = None if launcher is None else launcher.capacity
         if launcher is not None and room is not None and limits.most > room:

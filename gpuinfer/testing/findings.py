@@ -22,7 +22,13 @@ T = TypeVar("T")
 POLL_S = 0.02  # between two checks whether a check hangs
 SLACK = 0.5  # of a check's limit: so much later it is taken to block
 
-FLAGS = ("backend_options", "strategy_options", "config", "help")  # of every command, and no settings
+FLAGS = (
+    "backend_options",
+    "strategy_options",
+    "launcher_options",
+    "config",
+    "help",
+)  # of every command, and no settings
 
 
 @dataclass(frozen=True, slots=True)

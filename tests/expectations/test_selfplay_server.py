@@ -422,7 +422,8 @@ def test_the_loops_table_and_its_tracked_figures_show_batches_and_use_of_the_dev
         {**iteration, "iteration": 1, **device_use(games_report())},
         {**iteration, "iteration": 2, **device_use(on_cpu)},
     ]
-    table = loop_page({"iterations": lines, "strength": None, "command": "gpuinfer loop"}, {}).table
+    whole = {"iterations": lines, "strength": None, "command": "gpuinfer loop", "staleness": None, "time": None}
+    table = loop_page(whole, {}).table
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert (rows[0]["rows/batch"], rows[0]["device"]) == ("512", "87% busy, 2.15 GB")
     assert (rows[1]["rows/batch"], rows[1]["device"]) == ("512", "–")

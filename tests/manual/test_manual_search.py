@@ -38,7 +38,7 @@ questions#is-there-a-chat: openai
 plugins: plugin
 monitoring: metrics
 selfplay#two-networks: elo
-fleet#with-ray: ray
+cluster#with-ray: ray
 serve#api-keys: api key
 rollouts#what-trainers-read: verl
 questions#curves: wandb, tensorboard, mlflow, curves

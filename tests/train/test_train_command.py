@@ -279,7 +279,6 @@ def test_training_on_cuda_has_the_losses_of_the_cpu_and_goes_on_there(train, tmp
         ("", {"model": "blobnt"}, 2, "Did you mean 'blobnet'?"),
         ("", {"records": "nowhere"}, 2, "nowhere holds no records. Write some with `gpuinfer selfplay --out nowhere`"),
         ("", {"weights": "none.safetensors"}, 2, "no file 'none.safetensors'"),
-        ("", {"backend": "central"}, 2, "has a model of gradients, and the backend 'central' serves"),
         ("", {"schedule": "linear"}, 2, "Choose from cosine, constant"),
         ("-B max_rows=8", {}, 2, "Give a smaller --batch-size, or raise -B max_rows"),
         ("-B loss=train_models:per_rwo", {}, 2, "no loss in module 'train_models' named 'per_rwo'"),
