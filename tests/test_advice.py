@@ -35,7 +35,11 @@ OTHERS = {
     "--no-such-flag",
     "--runner",
 }  # flags of programs that are not ours
-OTHER_PROGRAMS = ("launchers/slurm", "launchers/srun", "config/packages/installer.py")  # write commands of SLURM's, pip's and uv's
+OTHER_PROGRAMS = (
+    "launchers/slurm",
+    "launchers/srun",
+    "config/packages/installer.py",
+)  # write commands of SLURM's, pip's and uv's
 WHERE_INSTALLED = {
     ("vllm", "text/checkpoint/config_keys.py"),
     ("vllm", "serving/openai/model_options.py"),
