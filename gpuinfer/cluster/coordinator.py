@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import secrets
@@ -30,6 +31,7 @@ from gpuinfer.config import registry
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.plan import is_loopback
+from gpuinfer.host import error_text
 from gpuinfer.host.files import put_whole
 from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.http.http_exchange import Exchange
@@ -91,8 +93,9 @@ class Coordinator:
         self._disk = asyncio.Lock()  # one call of the division at a time
         self._news = asyncio.Event()
         self._waiting: dict[asyncio.Future[None], None] = {}  # exchanges of nodes for which there is nothing, in order
+        self._keeping: dict[tuple[int, int, int], asyncio.Task[KeptReply]] = {}  # by node and range
         self._failure: Exception | None = None
-        self._stopping = self._over = False
+        self._stopping = self._over = self._closed = False
         self._begun = False  # enough nodes have joined
         self._few_since: float | None = None  # since when there are fewer nodes than there must be
         self._refusals: set[str] = set()  # messages to nodes that could not join
@@ -130,7 +133,7 @@ class Coordinator:
         """Nodes that are still there are ended; what is kept is on the disk."""
         broken = error[0] is not None
         async with contextlib.AsyncExitStack() as closing:
-            closing.push_async_callback(self._division.close, not broken and self._core.over)
+            closing.push_async_callback(self._close_division, broken)
             closing.callback(self._unmark_folder)
             closing.push_async_callback(self._server.close)
             closing.push_async_callback(self._processes.close, broken)
@@ -139,6 +142,12 @@ class Coordinator:
             self._wake()
             if not broken:
                 await self._until_left()
+
+    async def _close_division(self, broken: bool) -> None:
+        """After what it is doing: records that wait for it come too late."""
+        async with self._disk:
+            self._closed = True
+            await self._division.close(not broken and self._core.over)
 
     def _mark_folder(self, folder: Path) -> None:
         """For nodes to see that it is this folder that they see."""
@@ -424,30 +433,51 @@ class Coordinator:
             entry = self._entry(node, query["run"])
         except (KeyError, ValueError):
             raise UsageError("records need node, run, start and stop. Let both ends run one version.") from None
-        records: bytes | Path = exchange.body
-        if (name := query.get("file")) is not None:
-            place = self._file_of(name)
-            if not await asyncio.to_thread(place.is_file):
-                return messages.encode_message(KeptReply(kept=False, seen=False))
-            records = place
+        if (keeping := self._keeping.get((node, start, stop))) is None:
+            # A task of its own: the connection may break, and the division is not to be left in the midst of it.
+            records = exchange.body if (name := query.get("file")) is None else self._file_of(name)
+            keeping = asyncio.ensure_future(self._keep(entry, WorkRange(start, stop), records))
+            self._keeping[node, start, stop] = keeping
+            keeping.add_done_callback(functools.partial(self._was_kept, (node, start, stop)))
+        return messages.encode_message(await asyncio.shield(keeping))  # of a request that is repeated, the same reply
+
+    def _was_kept(self, which: tuple[int, int, int], keeping: asyncio.Task[KeptReply]) -> None:
+        """Or not, which ends the run, also where no connection is left to hear of it."""
+        del self._keeping[which]
+        if not keeping.cancelled() and isinstance(error := keeping.exception(), WorkError):
+            self._fail(error)
+
+    async def _keep(self, entry: NodeEntry, work: WorkRange, records: bytes | Path) -> KeptReply:
+        """Raises `WorkError`, also for what nobody has foreseen: the same records would come again and again."""
+        start, stop = work.start, work.stop
+        if isinstance(records, Path) and not await asyncio.to_thread(records.is_file):
+            return KeptReply(kept=False, seen=False)
         now = time.monotonic()
         if not self._core.may_keep(entry.number, start, stop):
             if isinstance(records, Path):
-                records.unlink(missing_ok=True)
-            return messages.encode_message(KeptReply(kept=False, missing=tuple(self._core.missing(start, stop))))
+                await asyncio.to_thread(records.unlink, missing_ok=True)
+            return KeptReply(kept=False, missing=tuple(self._core.missing(start, stop)))
         try:
             async with self._disk, self.figures.keeping():
-                await self._division.keep(WorkRange(start, stop), records)
-        except BaseException:
+                if self._closed:
+                    raise UnknownNode("the run has ended: its records are closed. Start it again with --resume.")
+                await self._division.keep(work, records)
+        except BaseException as error:
             self._core.not_kept(entry.number, start, stop)
-            raise
-        self._core.kept(entry.number, start, stop, now, size=len(exchange.body))
+            if not isinstance(error, Exception) or isinstance(error, WorkError | UnknownNode):
+                raise
+            raise WorkError(
+                f"the records of {self._division.unit} {start} to {stop - 1} cannot be kept "
+                f"({error_text.full_message(error)}). Mend that, then run again with --resume: what was kept before "
+                "is whole."
+            ) from error
+        self._core.kept(entry.number, start, stop, now, size=len(records) if isinstance(records, bytes) else 0)
         self._processes.worked(entry.hello.index)
         if self._core.over:
             self._processes.end()  # at once: nodes that hear of it leave
             self.figures.ended(time.monotonic())
             self._wake()
-        return messages.encode_message(KeptReply(kept=True))
+        return KeptReply(kept=True)
 
     async def _answer_weights(self, exchange: Exchange) -> bytes:
         place = self._division.weights(exchange.query.get("version", ""))

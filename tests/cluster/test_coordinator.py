@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
+import threading
 import time
 
 import pytest
@@ -340,5 +343,90 @@ def test_a_node_that_waits_gets_at_once_what_another_one_releases(tmp_path):
             assert given == (last,)
             await other.exchange(leaving=True)
             await other.client.close()
+
+    asyncio.run(main())
+
+
+class ThreadedDivision(NumbersDivision):
+    """Keeps in a thread, when the test lets it."""
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.began, self.go_on, self.calls = threading.Event(), threading.Event(), []
+
+    async def keep(self, work, records):
+        await asyncio.to_thread(self._keep, work, records)
+
+    def _keep(self, work, records):
+        self.calls.append((work.start, work.stop))
+        self.began.set()
+        assert self.go_on.wait(60)
+        self.kept.append((work.start, work.stop))
+
+    async def close(self, complete):
+        self.calls.append("close")
+        assert self.calls == [*self.kept, "close"], "closed while records were being kept"
+
+
+@contextlib.asynccontextmanager
+async def keeping_in_a_thread(tmp_path):
+    """A coordinator, and a connection by which records came that are being kept."""
+    division = ThreadedDivision(100, tmp_path / "out")
+    plan = NodesPlan(NoLauncher(), 1)
+    async with Coordinator(division, JOB, plan, ClusterFigures(time.monotonic())) as coordinator:
+        node = FakeNode(coordinator)
+        try:
+            await node.join()
+            _, reply = await node.exchange(parallel=10)
+            stop = reply.ranges[0].stop
+            path = f"{messages.RECORDS}?node={node.number}&run={node.run}&start=0&stop={stop}"
+            head = f"POST {path} HTTP/1.1\r\nHost: {coordinator.address}\r\nContent-Length: 2\r\n"
+            host, port = coordinator.address.split(":")
+            with socket.create_connection((host, int(port))) as connection:
+                key = coordinator._processes.key
+                connection.sendall(f"{head}Authorization: Bearer {key}\r\n\r\nok".encode())
+                assert await asyncio.to_thread(division.began.wait, 60)
+                yield coordinator, division, node, connection, stop
+        finally:
+            await node.client.close()
+
+
+def test_records_whose_connection_breaks_while_they_are_kept_are_kept_once(tmp_path):
+    async def main():
+        async with keeping_in_a_thread(tmp_path) as (coordinator, division, node, connection, stop):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
+            connection.close()
+            while not coordinator._server.counts.get("cancelled"):  # noqa: ASYNC110 (no event)
+                await asyncio.sleep(0.001)
+            again = asyncio.create_task(node.send(0, stop))  # as the node does then
+            await asyncio.sleep(0.05)
+            division.go_on.set()
+            assert await again == (200, KeptReply(kept=True))
+            assert division.calls == [(0, stop)]
+            assert coordinator.progress().done == stop
+
+    asyncio.run(main())
+
+
+def test_a_run_that_ends_waits_for_records_that_are_being_kept(tmp_path):
+    async def main():
+        async with keeping_in_a_thread(tmp_path) as (_, division, _, _, _):
+            asyncio.get_running_loop().call_later(2.0, division.go_on.set)  # the server waits for a second
+            raise WorkError("the run fails meanwhile")
+
+    with pytest.raises(WorkError, match="the run fails meanwhile"):
+        asyncio.run(main())
+
+
+def test_records_that_cannot_be_kept_end_the_run_whatever_the_reason(tmp_path):
+    async def main():
+        async with coordinated(tmp_path) as (coordinator, node):
+            (tmp_path / "out" / "000000000-000000001.tmp").mkdir()
+            following = asyncio.create_task(followed(coordinator))
+            await node.join()
+            await node.exchange()
+            assert (await node.send(0, 1))[0] == 500
+            with pytest.raises(WorkError, match=r"numbers 0 to 0 cannot be kept .*Is a directory.*--resume"):
+                await following
 
     asyncio.run(main())
