@@ -260,6 +260,30 @@ async def test_lines_that_wait_for_an_earlier_one_are_bounded(tmp_path: Path, mo
     await division.close(False)
 
 
+async def test_a_run_with_more_lines_aside_than_may_wait_goes_on_with_the_first_that_is_missing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Lines of an earlier run wait as soon as they are read, for rows that no node has yet."""
+    rows(tmp_path, 25)
+    workload = generate(tmp_path, ordered=True)
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    first, second = [await division.read(20) for _ in range(2)]
+    sent = (await on_node(workload, [first, second])).sent
+    await division.keep(WorkRange(second.start, second.stop), sent[second.start, second.stop])
+    await division.close(False)
+    monkeypatch.setattr(generate_division, "HELD_BYTES", 1000)
+    division = (workload := generate(tmp_path, ordered=True, resume=True)).division()
+    await asyncio.to_thread(division.open)
+    work = await division.read(1)
+    while not division.counts.ended:
+        await asyncio.sleep(0)
+    (answers,) = (await on_node(workload, [work])).sent.values()
+    await division.keep(WorkRange(work.start, work.stop), answers)
+    assert len(await division.read(20)) > 0
+    await division.close(False)
+
+
 async def test_a_node_knows_other_weights_by_what_decides_an_answer(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(generate_workload, "model_fingerprint", model_fingerprint)  # other tests have put in another
     rows(tmp_path)

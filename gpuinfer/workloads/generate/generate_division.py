@@ -175,7 +175,7 @@ class GenerateDivision(Division):
     async def read(self, most: int) -> WorkRange | None:
         self._begin()
         start = self._units
-        if self._answers.held_bytes > HELD_BYTES:
+        if self._places and self._answers.held_bytes > HELD_BYTES:  # a line that was given out will let some go
             return WorkRange(start, start)
         if not self._ready and self._reading is not None and not self._reading.done():
             self._arrived.clear()
