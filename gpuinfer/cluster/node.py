@@ -38,6 +38,7 @@ LEAVE_S = 5.0  # to hear that this node leaves: the coordinator may have ended b
 RECORDS_S = 600.0  # to take the records of a range
 SHORTEST_S = 0.05  # between two exchanges
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries
+MESSAGE_BYTES = messages.RECORDS_BYTES // 4  # ranges with more are sent in halves
 SENDERS = 2  # ranges that are sent at once
 GONE, REFUSED = 410, 409  # statuses: this node is not known any more; it cannot join
 
@@ -330,13 +331,18 @@ class Node:
             finished = await self._feed.next_finished()
             records = await asyncio.to_thread(workload.pack_records, finished.records)
             began = time.monotonic()
-            reply = await self._send(finished, records)
-            self._meter.sent(len(records), time.monotonic() - began, self._use_folder)
-            if not reply.kept:  # another node was first, with some of it at least
-                self._feed.send_again(finished, reply.missing)
+            if (reply := await self._send(finished, records)) is None:
+                work = finished.work
+                middle = (work.start + work.stop) // 2
+                self._feed.send_again(finished, ((work.start, middle), (middle, work.stop)))
+            else:
+                self._meter.sent(len(records), time.monotonic() - began, self._use_folder)
+                if not reply.kept:  # another node was first, with some of it at least
+                    self._feed.send_again(finished, reply.missing)
             self._feed.sent()
 
-    async def _send(self, finished: FinishedRange, records: bytes) -> KeptReply:
+    async def _send(self, finished: FinishedRange, records: bytes) -> KeptReply | None:
+        """None: they are too many bytes for one message."""
         work, folder = finished.work, self._welcome.job.folder
         query = {"node": self._welcome.node, "run": self._welcome.run, "start": work.start, "stop": work.stop}
         if self._use_folder and folder is not None and records:
@@ -350,6 +356,8 @@ class Node:
                 if reply.seen:
                     return reply
                 place.unlink(missing_ok=True)
+        if len(records) > MESSAGE_BYTES and len(work) > 1:  # a first range: how large records are was not known
+            return None
         response = await self._client.post(f"{messages.RECORDS}?{urlencode(query)}", records, RECORDS_S)
         kept: KeptReply = messages.decode_message(response.body, KeptReply)
         return kept

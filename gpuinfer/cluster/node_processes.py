@@ -15,7 +15,7 @@ from pathlib import Path
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.folder import PrivateFolder
 from gpuinfer.fleet.plan import gpus_here
-from gpuinfer.host import machine
+from gpuinfer.host import error_text, machine
 from gpuinfer.http.access import read_keys
 from gpuinfer.launchers.base import LaunchedProcess, Launcher, ProcessPlan
 
@@ -133,6 +133,9 @@ class NodeProcesses:
                 why = self._refused.get(index, why)
             except (WorkError, UsageError) as error:
                 why = error
+            except Exception as error:  # noqa: BLE001  (a launcher's own, which may be a plugin: it must not be lost)
+                said = error_text.full_message(error)
+                why = WorkError(f"node {index}: --launcher {self._plan.launcher.name} failed: {said}. Mend it.")
             failures = 1 if index in self._worked else failures + 1
             attempt += 1
             if self._closing:

@@ -8,20 +8,24 @@ import socket
 import struct
 import threading
 import time
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
 from cluster.numbers_workload import NumbersDivision
 from gpuinfer.api import Setup
-from gpuinfer.cluster import messages
+from gpuinfer.cluster import messages, node_processes
+from gpuinfer.cluster import node as node_module
 from gpuinfer.cluster.coordinator import Coordinator
 from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeMessage, Welcome
+from gpuinfer.cluster.node import Node
 from gpuinfer.cluster.node_figures import ClusterFigures
 from gpuinfer.cluster.node_processes import NodesPlan
 from gpuinfer.cluster.node_report import NodeMachine, NodeReport
 from gpuinfer.config import registry
+from gpuinfer.division import WorkRange
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.http.client import HttpClient, error_words
+from gpuinfer.http.client import HttpClient, HttpResponse, error_words
 from gpuinfer.launchers.base import Launcher
 
 JOB = Job(
@@ -430,3 +434,53 @@ def test_records_that_cannot_be_kept_end_the_run_whatever_the_reason(tmp_path):
                 await following
 
     asyncio.run(main())
+
+
+class BrokenLauncher(NoLauncher):
+    async def launch(self, plan):
+        raise ZeroDivisionError("of a plugin")
+
+
+def test_a_launcher_that_raises_what_it_likes_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_processes, "PAUSE_S", 0.0)
+
+    async def main():
+        division = NumbersDivision(5, tmp_path / "out")
+        plan = NodesPlan(BrokenLauncher(), 1)
+        async with Coordinator(division, JOB, plan, ClusterFigures(0.0)) as coordinator:
+            await followed(coordinator)
+
+    with pytest.raises(WorkError, match=r"--launcher nowhere failed: ZeroDivisionError: of a plugin"):
+        asyncio.run(main())
+
+
+def test_a_range_with_too_many_bytes_for_a_message_is_sent_in_parts(monkeypatch):
+    monkeypatch.setattr(node_module, "MESSAGE_BYTES", 10)
+    sent = []
+
+    class Client:
+        async def post(self, path, body, timeout_s):
+            query = dict(parse_qsl(urlsplit(path).query))
+            sent.append((int(query["start"]), int(query["stop"]), body))
+            return HttpResponse(200, [], messages.encode_message(KeptReply(kept=True)))
+
+    class Packing:
+        def pack_records(self, records):
+            return b"".join(records)
+
+    async def main():
+        node = Node(Client())
+        node._welcome = Welcome(node=0, run="run", clock=0.0, job=JOB)
+        node._feed.add([WorkRange(3, 12)])
+        await node._feed.take(9)
+        sending = asyncio.create_task(node._send_on(Packing()))
+        for number in range(3, 12):
+            node._feed.done(number, b"%03d" % number if number != 7 else b"a large one of its own")
+        while not node._feed.all_sent or not sent:
+            await node._feed.change()
+        sending.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert b"".join(body for _, _, body in sorted(sent)) == b"003004005006a large one of its own008009010011"
+    assert [number for start, stop, _ in sorted(sent) for number in range(start, stop)] == list(range(3, 12))
+    assert all(len(body) <= 10 or stop - start == 1 for start, stop, body in sent)
