@@ -253,6 +253,9 @@ class Coordinator:
         return sum(one.state == "joined" for one in self._nodes.values())
 
     def _look_for_lost(self, now: float) -> None:
+        for entry in self._nodes.values():
+            if entry.answer is not None and not entry.answer.done():
+                self._core.answering(entry.number, now)
         for lost in self._core.expire(now):
             entry = self._nodes[lost.node]
             entry.state, entry.reason = "lost", lost.reason

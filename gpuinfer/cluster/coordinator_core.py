@@ -104,6 +104,11 @@ class CoordinatorCore:
             state.observe(now, done, on_hand)
             self._count_rate(state, +1)
 
+    def answering(self, node: int, now: float) -> None:
+        """It waits for the answer to an exchange, such as while a disk is slow: that is no silence of its own."""
+        if (state := self._nodes.get(node)) is not None:
+            state.answering_at = now
+
     def _count_rate(self, state: NodeState, sign: int) -> None:
         if per_s := state.rate.per_s:
             self._rates += sign * per_s
@@ -126,7 +131,7 @@ class CoordinatorCore:
                 state.progress_at = min(now, state.progress_at + paused)
         found = []
         for state in list(self._nodes.values()):
-            silent, quiet = now - state.heard_at, now - state.progress_at
+            silent, quiet = now - state.silent_since, now - state.progress_at
             if silent > policy.lost_s:
                 found.append(self._lose(state, "lost", f"no word from it for {silent:.0f} s"))
             elif not state.holds:
@@ -381,7 +386,7 @@ class CoordinatorCore:
     def _plan_releases(self, now: float) -> None:
         """Each node keeps as much as it finishes in the time that all need together for what no node has begun."""
         margin = self.policy.exchange_s  # until its next exchange
-        here = [state for state in self._nodes.values() if now - state.heard_at <= self.policy.silent_s]
+        here = [state for state in self._nodes.values() if now - state.silent_since <= self.policy.silent_s]
         speeds = [self._speed(state, now) for state in here]
         even_s = sum(state.ready for state in here) / sum(speeds) if here else 0.0
         for state, per_s in zip(here, speeds, strict=True):
@@ -393,7 +398,7 @@ class CoordinatorCore:
         policy = self.policy
         if not state.holds:
             return False
-        if now - state.heard_at > policy.silent_s:
+        if now - state.silent_since > policy.silent_s:
             return True
         margin = 2 * policy.exchange_s
         if state.rate.per_s and now - state.progress_at > policy.backup_times * state.unit_s + margin:

@@ -76,6 +76,12 @@ class NodeState:
     range_s: float = 0.0  # seconds of those together
     taken_ranges: int = 0  # ranges leased to others, because it was slow or lost, or had too many
     duplicates: int = 0  # units of which it brought records when there were some already
+    answering_at: float = float("-inf")  # when the coordinator last had a message of it to answer
+
+    @property
+    def silent_since(self) -> float:
+        """It is not silent as long as it waits for an answer."""
+        return max(self.heard_at, self.answering_at)
 
     @property
     def ready(self) -> int:

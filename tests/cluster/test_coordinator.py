@@ -436,6 +436,24 @@ def test_records_that_cannot_be_kept_end_the_run_whatever_the_reason(tmp_path):
     asyncio.run(main())
 
 
+def test_a_node_that_waits_for_a_slow_disk_is_not_lost(tmp_path):
+    async def main():
+        async with keeping_in_a_thread(tmp_path) as (coordinator, division, node, _, _):
+            waiting = asyncio.create_task(node.exchange(parallel=10))  # units cannot be read meanwhile
+            while (answer := coordinator._nodes[node.number].answer) is None or answer.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            coordinator._look_for_lost(time.monotonic() + 100)
+            division.go_on.set()
+            status, reply = await waiting
+            assert (status, bool(reply.ranges)) == (200, True)
+            coordinator._look_for_lost(time.monotonic() + 101)
+            assert (await node.exchange())[0] == 200
+            coordinator._look_for_lost(time.monotonic() + 134)  # silent from here on
+            assert (await node.exchange())[0] == 410
+
+    asyncio.run(main())
+
+
 class BrokenLauncher(NoLauncher):
     async def launch(self, plan):
         raise ZeroDivisionError("of a plugin")
