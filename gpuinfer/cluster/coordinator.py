@@ -40,6 +40,7 @@ from gpuinfer.http.parser import HttpLimits
 from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 
+PIECE_BYTES = 1 << 20  # of weights that are sent
 LOOK_S = 0.25  # between two updates of the run
 EXPIRE_S = 1.0  # between two searches for nodes that are lost
 LEAVE_S = 20.0  # for nodes to send what they have finished, once the run is over or is to stop
@@ -120,6 +121,7 @@ class Coordinator:
                 folder=None if folder is None else str(folder.absolute()),
             )
             if folder is not None:
+                if_refused.callback(self._unmark_folder)
                 await asyncio.to_thread(self._mark_folder, folder)
             self._processes.open()
             if_refused.push_async_callback(self._processes.close)
@@ -316,11 +318,14 @@ class Coordinator:
         weights = self._handler(self._answer_weights)
         return [*posted, Route("GET", messages.WEIGHTS, weights, "api", "The weights of a version.")]
 
-    def _handler(self, answer: Callable[[Exchange], Awaitable[bytes]]) -> Callable[[Exchange], Awaitable[None]]:
+    def _handler(self, answer: Callable[[Exchange], Awaitable[bytes | None]]) -> Callable[[Exchange], Awaitable[None]]:
+        """`answer` gives the body of the response; None: it has responded itself."""
+
         async def handle(exchange: Exchange) -> None:
             exchange.routine = True
             try:
-                exchange.respond(200, await answer(exchange), messages.MSGPACK)
+                if (body := await answer(exchange)) is not None:
+                    exchange.respond(200, body, messages.MSGPACK)
             except UnknownNode as error:
                 exchange.refuse(410, str(error))
             except UsageError as error:  # another version of gpuinfer, or no node at all
@@ -482,12 +487,18 @@ class Coordinator:
             self._wake()
         return KeptReply(kept=True)
 
-    async def _answer_weights(self, exchange: Exchange) -> bytes:
+    async def _answer_weights(self, exchange: Exchange) -> None:
+        """In pieces: all nodes want a new version at once, and the file may be large."""
         place = self._division.weights(exchange.query.get("version", ""))
         try:
-            return await asyncio.to_thread(place.read_bytes)
+            file = await asyncio.to_thread(place.open, "rb")
         except OSError as error:
             raise WorkError(f"{place} cannot be read: {error.strerror}. Put the file back.") from error
+        with file:
+            exchange.begin(200, messages.FILE)
+            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                await exchange.write(piece)
+        exchange.end()
 
     def _compare_clock(self, entry: NodeEntry, ahead_s: float) -> None:
         """Warn of one that differs, once: no record depends on it."""

@@ -21,7 +21,7 @@ from gpuinfer.division import Interval, WorkRange
 from gpuinfer.errors import UsageError
 
 JOIN, EXCHANGE, RECORDS, WEIGHTS = "/cluster/join", "/cluster/exchange", "/cluster/records", "/cluster/weights"
-MSGPACK = "application/msgpack"
+MSGPACK, FILE = "application/msgpack", "application/octet-stream"
 EXCHANGE_S = 1.0  # between two exchanges of a node that has enough
 RANGES_FOLDER = ".ranges"  # in the output's folder: files of nodes that see it
 RECORDS_BYTES = 256 << 20  # of one range: ranges are sized so that they have an eighth of it

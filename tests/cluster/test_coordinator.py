@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -309,6 +310,7 @@ def test_an_address_that_is_none_is_refused(tmp_path):
 
     with pytest.raises(UsageError, match=r"-L coordinator=host:port: .* Write HOST or HOST:PORT"):
         asyncio.run(main())
+    assert not (tmp_path / "out" / messages.RANGES_FOLDER).exists()
 
 
 def test_a_node_that_repeats_an_exchange_gets_the_same_ranges_again(tmp_path):
@@ -450,6 +452,31 @@ def test_a_node_that_waits_for_a_slow_disk_is_not_lost(tmp_path):
             assert (await node.exchange())[0] == 200
             coordinator._look_for_lost(time.monotonic() + 134)  # silent from here on
             assert (await node.exchange())[0] == 410
+
+    asyncio.run(main())
+
+
+def test_weights_lie_in_memory_in_pieces_however_slowly_nodes_take_them(tmp_path):
+    weights = os.urandom(1 << 20) * 48
+    (tmp_path / "weights").write_bytes(weights)
+
+    class WithWeights(NumbersDivision):
+        def weights(self, version):
+            return tmp_path / "weights"
+
+    async def main():
+        division, figures = WithWeights(100, tmp_path / "out"), ClusterFigures(time.monotonic())
+        async with Coordinator(division, JOB, NodesPlan(NoLauncher(), 1), figures) as coordinator:
+            node = FakeNode(coordinator)
+            host, port = coordinator.address.split(":")
+            head = f"GET {messages.WEIGHTS}?version=1 HTTP/1.1\r\nHost: {coordinator.address}\r\n"
+            with socket.create_connection((host, int(port))) as slow:
+                slow.sendall(f"{head}Authorization: Bearer {coordinator._processes.key}\r\n\r\n".encode())
+                assert (await node.client.request("GET", f"{messages.WEIGHTS}?version=1")).body == weights
+                assert await asyncio.to_thread(slow.recv, 12) == b"HTTP/1.1 200"
+                waiting = [one.transport.get_write_buffer_size() for one in coordinator._server._connections]
+                assert sum(waiting) < 8 << 20
+            await node.client.close()
 
     asyncio.run(main())
 
