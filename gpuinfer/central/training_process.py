@@ -188,7 +188,7 @@ class TrainingProcess:
         except ChannelClosed:
             raise self._died() from None
         except TimeoutError:
-            raise self._died(f"has said nothing for {within_s:g} s") from None
+            raise self._died(f"has sent nothing for {within_s:g} s") from None
         if "error" in message:
             error = error_from_wire(message["error"])
             self.lost = error if isinstance(error, BackendDied) else None

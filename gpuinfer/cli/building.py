@@ -56,7 +56,7 @@ def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str
     if words := values.get("launcher_options"):
         if common.launcher is None:
             raise UsageError(
-                f"-L {words[0]} is said of a launcher, and none is named. Add --launcher slurm, or leave it out."
+                f"-L {words[0]} is an option of a launcher, and none is named. Add --launcher slurm, or leave it out."
             )
         pairs |= flags.option_pairs(words, "-L", settings.table_name("launchers", common.launcher))
     return pairs
@@ -77,7 +77,7 @@ def build(name: str, merged: settings.Settings) -> RunPlan:
     if merged.common.launcher is None:
         if unused := next((key for key in ("nodes_min", "deadline") if key in merged.given), None):
             raise UsageError(
-                f"{merged.origin(unused)} is said of a run on nodes. Add --launcher NAME, or leave it out."
+                f"{merged.origin(unused)} applies to a run on nodes only. Add --launcher NAME, or leave it out."
             )
         return plan
     from gpuinfer.cli.cluster_run import over_nodes

@@ -256,7 +256,7 @@ def _nodes(options: LoopOptions, plan: LoopPlan, merged: Settings) -> ClusterGam
         raise UsageError(f"--max-staleness {options.max_staleness}: weights are never older. Add --asynchronous.")
     if common.launcher is None:
         if unused := next((flag for flag in ("asynchronous",) if getattr(options, flag)), None):
-            raise UsageError(f"--{unused} is said of games on nodes. Add --launcher NAME, or leave it out.")
+            raise UsageError(f"--{unused} applies to games on nodes only. Add --launcher NAME, or leave it out.")
         return None
     if common.backend != "central" and options.workers != 0:
         raise UsageError(

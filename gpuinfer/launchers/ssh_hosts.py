@@ -137,5 +137,5 @@ def explain_complaint(text: str, host: SshHost, python: str, version: str) -> st
     for pattern, meaning in COMPLAINTS:
         if re.search(pattern, text):
             return meaning.format(typed=host.typed, known=host.known_as, python=python, version=version)
-    said = f' It said: "{text}".' if text else " Nothing was said."
+    said = f' It printed: "{text}".' if text else " It printed nothing."
     return f"the connection ended before gpuinfer came up there.{said} Try by hand: ssh {host.typed} {python} --version"

@@ -237,7 +237,7 @@ class TrainingGroup:
         except ChannelClosed:
             raise self._died(rank, how_it_ended(child.exit_code(BURIAL_S))) from None
         except TimeoutError:
-            raise self._died(rank, f"has said nothing for {within_s:g} s") from None
+            raise self._died(rank, f"has sent nothing for {within_s:g} s") from None
         if "error" in message:
             raise error_from_wire(message["error"])
         return message

@@ -79,7 +79,7 @@ def _computed_twice(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
     if not share:
         return
     why = (
-        f"{ranges['duplicates']:,} {found['unit']} beside the {kept:,.0f} of the run were computed twice: nodes with "
+        f"{ranges['duplicates']:,} {found['unit']} besides the {kept:,.0f} of the run were computed twice: nodes with "
         "nothing left to do were given what others had begun, and came second. All of them were under way at once."
     )
     nodes = max(1, round(len(found["nodes"]) * (1 - share)))

@@ -30,7 +30,7 @@ from gpuinfer.testing.findings import Examination, Finding, check_build, check_u
 WHAT = "says what it is"
 SERVES = "starts a process that serves, with the files that it reads"
 LOG = "brings its log here"
-TERMINATES = "has it leave when that is asked of it"
+TERMINATES = "has it leave on `terminate`"
 KILLS = "kills one, and does no harm to one that has ended"
 NODE = "starts a process that does not serve, with the arguments alone"
 FAILS = "says how one failed, with its last words"
