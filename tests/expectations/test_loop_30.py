@@ -7,6 +7,7 @@ import contextlib
 import json
 import multiprocessing
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from gpuinfer.cluster.range_policy import RangePolicy
 from gpuinfer.division import Division, WorkRange, intervals_of
 from gpuinfer.errors import BackendDied, BackendError, UsageError
 from gpuinfer.gradients import TrainingBatch
-from gpuinfer.lab.loop import loop_summary
+from gpuinfer.lab.loop import cluster_games, loop_summary
 from gpuinfer.lab.loop.loop_division import LoopDivision
 from gpuinfer.lab.loop.loop_runner import LoopPlan, run_loop
 from gpuinfer.lab.loop.loop_times import LoopTimes, times_line
@@ -337,6 +338,36 @@ async def test_an_iterations_games_are_all_of_its_weights_and_wait_for_them(shor
     assert await loop.play(4) == [(2, 1, 4)]
     assert await loop.play(100) == [(2, 1, 6)]
     assert loop_summary.loop_document(short, {}, "", "partial")["staleness"] == {"0": 20}
+
+
+def test_weights_that_are_there_before_the_nodes_run_has_begun_open_their_games(short, monkeypatch):
+    opened, go_on, seen = threading.Event(), threading.Event(), []
+
+    class Beginning:
+        def __init__(self, division, *_):
+            self._division = division
+
+        async def __aenter__(self):
+            opened.set()
+            assert await asyncio.to_thread(go_on.wait, 60)
+            return self
+
+        async def __aexit__(self, *_):
+            pass
+
+        def look_again(self):
+            seen.append(self._division.open_until)
+
+        async def follow(self, stopping):
+            await stopping.wait()
+            yield None
+
+    monkeypatch.setattr(cluster_games, "Coordinator", Beginning)
+    with cluster_games.ClusterGames(short, lambda one: KeptGames(short.of(one)), dict, None, None, 0) as games:
+        assert opened.wait(60)
+        games.step_ended(next(step for step in short.steps() if step.kind == "training"))
+        go_on.set()
+    assert seen == [2 * short.games]
 
 
 async def test_an_asynchronous_loop_plays_on_with_older_weights_up_to_the_bound(short):

@@ -75,11 +75,13 @@ class ClusterGames:
     def step_ended(self, step: LoopStep) -> None:
         """Have nodes play with the weights of an iteration, once all that decides which these are is done."""
         last = "training" if self._plan.gate is None else "gate"
-        if step.kind == last and (loop := self._loop) is not None and not self._ended:
-            loop.call_soon_threadsafe(self._publish, step.iteration)
+        if step.kind != last:
+            return
+        self._division.published = max(self._division.published, step.iteration)  # also for nodes that begin later
+        if (loop := self._loop) is not None and not self._ended:
+            loop.call_soon_threadsafe(self._look_again)
 
-    def _publish(self, iteration: int) -> None:
-        self._division.published = max(self._division.published, iteration)
+    def _look_again(self) -> None:
         if self._coordinator is not None:
             self._coordinator.look_again()
 
@@ -129,6 +131,7 @@ class ClusterGames:
         try:
             async with Coordinator(self._division, self._job, self._nodes, ClusterFigures(time.monotonic())) as one:
                 self._coordinator = one
+                one.look_again()  # what was published since it was opened
                 await self._division.finish_kept()
                 async for _ in one.follow(stopping):
                     pass
