@@ -394,6 +394,8 @@ async def keeping_in_a_thread(tmp_path):
                 assert await asyncio.to_thread(division.began.wait, 60)
                 yield coordinator, division, node, connection, stop
         finally:
+            with contextlib.suppress(Exception):
+                await node.exchange(leaving=True)
             await node.client.close()
 
 
@@ -434,8 +436,10 @@ def test_records_that_cannot_be_kept_end_the_run_whatever_the_reason(tmp_path):
             assert (await node.send(0, 1))[0] == 500
             with pytest.raises(WorkError, match=r"numbers 0 to 0 cannot be kept .*Is a directory.*--resume"):
                 await following
+            raise WorkError("the test's own way out")
 
-    asyncio.run(main())
+    with pytest.raises(WorkError, match="the test's own way out"):
+        asyncio.run(main())
 
 
 def test_a_node_that_waits_for_a_slow_disk_is_not_lost(tmp_path):
