@@ -131,7 +131,9 @@ class RayLauncher(Launcher):
             wanted["scheduling_strategy"] = "SPREAD"
         placed = self._ray.remote(RayActor).options(**wanted).remote()  # Ray finds a place for it
         actor = RayProcess(plan, self._ray, placed, self.options.pending)
-        actor.begin(carried_process.process_order(plan, command=self._command))
+        # a fresh cluster is on loopback, whatever a cluster before it in this process has left in Ray's memory
+        host = "127.0.0.1" if self.options.address is None else None
+        actor.begin(carried_process.process_order(plan, command=self._command), host)
         self._launched.add(actor)
         return actor
 
@@ -185,8 +187,9 @@ class RayProcess(LaunchedProcess):
         self._address: tuple[str, int] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, order: ProcessOrder) -> None:
-        self._task = asyncio.create_task(self._follow(self._handle.start.remote(order)))
+    def begin(self, order: ProcessOrder, host: str | None) -> None:
+        """`host`: where one that serves listens; None: at its node's address."""
+        self._task = asyncio.create_task(self._follow(self._handle.start.remote(order, host)))
 
     async def _follow(self, starting: Any) -> None:
         """Until it has ended: learn how it is, and bring its log here."""
