@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -52,7 +53,8 @@ def node(
         raise UsageError(
             "a node has to show the run's key. Give --key-file FILE: the coordinator says where it has written it."
         )
-    url = coordinator if "://" in coordinator else f"http://{coordinator}"
+    url = url_of(coordinator)
+    print(f"node · joining the run at {coordinator} …", file=sys.stderr, flush=True)
     left = run_node(url, read_keys(key_file)[0], patience, index, attempt)
     print(f"node · {left}", file=sys.stderr)
 
@@ -71,3 +73,18 @@ def parse_cores(text: str) -> set[int]:
         there = ",".join(map(str, sorted(allowed)))
         raise UsageError(f"--cpus {text}: this process may use the cores {there}. Give some of them.")
     return found
+
+
+def url_of(address: str) -> str:
+    """Of HOST:PORT. Raises `UsageError` for anything else."""
+    try:
+        parts = urlsplit(f"//{address.removeprefix('http://')}")
+        whole = bool(parts.hostname and parts.port)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise UsageError(
+            f"'{address}' is no address of a coordinator. Write HOST:PORT, as the coordinator says it, such as "
+            "10.0.0.5:7411."
+        )
+    return f"http://{parts.netloc}"

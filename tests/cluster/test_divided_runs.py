@@ -197,3 +197,12 @@ def test_more_nodes_than_this_machine_can_have_are_refused_before_any_is_started
     assert process.returncode == 2
     assert "only take turns" in said
     assert said.rstrip().endswith("Ask for fewer, or name a launcher for other machines.")
+
+
+@pytest.mark.parametrize("address", ["host", "host:port", "http://host", ":7411", "host:70000"])
+def test_an_address_without_a_port_is_refused_at_once(command, tmp_path, address):
+    (tmp_path / "key").write_text("secret\n")
+    (tmp_path / "key").chmod(0o600)
+    said, _ = (process := command("node", address, "--key-file", tmp_path / "key")).communicate(timeout=WAIT_S)
+    assert process.returncode == 2
+    assert "Write HOST:PORT" in said
