@@ -75,8 +75,9 @@ def _section(
     first = figures.first_joined if figures.first_joined is not None else end
     wall_s = max(0.0, end - first)
     done = min(end, figures.done_at) if figures.done_at is not None else end
-    spent = {one.name: time_of(one, first, done, end) for one in accounts}
-    lines = [_line(figures, one, spent[one.name], now, rooflines.get(one.name)) for one in accounts]
+    spoke = max((one.heard_at for one in accounts), default=end)
+    spent = {one.name: time_of(one, first, done, end, spoke) for one in accounts}
+    lines = [_line(figures, one, spent[one.name], now, spoke, rooflines.get(one.name)) for one in accounts]
     _compare([line for line in lines if spent[line["node"]]["working"] >= COMPARED_S])
     tail_s = max((max(0.0, done - idle_from_of(one, end)) for one in figures.present), default=0.0)
     all_s = wall_s * len(accounts)
@@ -103,24 +104,37 @@ def _section(
             "reading_share": min(1.0, figures.reading_s / wall_s) if wall_s else 0.0,
             "keeping_share": min(1.0, figures.keeping_s / wall_s) if wall_s else 0.0,
         },
+        "wanted_cores": _wanted_cores(figures, accounts, spent),
         "twice": None,
     }
     return {**section, "twice": twice_as_many(section)}
 
 
-def time_of(one: NodeAccount, first: float, done: float, end: float) -> dict[str, float]:
-    """Seconds of a node from `first` to `end`, by `TIMES`. From `done` on all that was left was to keep records."""
-    until = end if one.left_at is None else min(end, one.left_at)
+def time_of(one: NodeAccount, first: float, done: float, end: float, spoke: float) -> dict[str, float]:
+    """Seconds of a node from `first` to `end`, by `TIMES`. From `done` on all that was left was to keep records.
+    `spoke`: when one of the nodes was last heard.
+    """
+    until = end
+    if one.last_word_at is not None:
+        until = min(end, max(first, one.last_word_at))
+    elif is_silent(one, spoke):
+        until = min(end, max(first, one.heard_at))
     began = end if one.began_at is None else min(end, max(first, one.began_at))
     gone_s = one.gone_s + max(0.0, end - until)
-    starting_s = (min(began, until) - first) + one.starting_s
+    starting_s = max(0.0, min(began, until) - first) + one.starting_s
     idle_from = idle_from_of(one, end)
     tail_s, kept_s = max(0.0, done - idle_from) * one.tail_empty, end - max(done, idle_from)
     left_s = max(0.0, end - first - gone_s - starting_s - tail_s - kept_s)
     starved_s = min(left_s, one.starved_before_tail_s)
     room_s = min(left_s - starved_s, one.total("room_s"))
     working_s, records_s = left_s - starved_s - room_s, room_s + kept_s
-    return dict(zip(TIMES, (working_s, starting_s, starved_s, records_s, tail_s, gone_s), strict=True))
+    seconds = (working_s, starting_s, starved_s, records_s, tail_s, gone_s)
+    return {name: max(0.0, each) for name, each in zip(TIMES, seconds, strict=True)}
+
+
+def is_silent(one: NodeAccount, spoke: float) -> bool:
+    """It is there, and others have been heard long after it: it is not the coordinator that hears nobody."""
+    return one.left_at is None and spoke - one.heard_at > SILENT_S
 
 
 def idle_from_of(one: NodeAccount, end: float) -> float:
@@ -130,8 +144,34 @@ def idle_from_of(one: NodeAccount, end: float) -> float:
     return max(end if one.began_at is None else min(end, one.began_at), min(end, one.idle_since))
 
 
+def _wanted_cores(
+    figures: ClusterFigures, accounts: Sequence[NodeAccount], spent: Mapping[str, Mapping[str, float]]
+) -> float | None:
+    """Cores that nodes on hosts with several of them would use at once, over those that they have there. None where
+    each node has cores of its own, or nothing is known of how many it uses.
+    """
+    here = figures.present or accounts
+    shares = host_shares(here)
+    crowded = [one for one in here if one.machine.cpus and (figures.one_host or shares[one.name] < 1)]
+    wanted = there = 0.0
+    for one in crowded:
+        counted, at_work = one.own_snapshot(), spent[one.name]["working"]
+        lasted_s = min(at_work, one.report.elapsed_s) or at_work
+        if not lasted_s or not counted.cpu_s:
+            return None
+        others = (others_of(one, list(figures.accounts.values())) or 0.0) / max(one.report.elapsed_s, lasted_s)
+        wanted += min(float(one.machine.cores), (counted.cpu_s + counted.cpu_wait_s) / lasted_s)
+        there += shares[one.name] * max(0.0, one.machine.cores - others)
+    return wanted / there if there else None
+
+
 def _line(
-    figures: ClusterFigures, one: NodeAccount, spent: Mapping[str, float], now: float, roofline: Roofline | None
+    figures: ClusterFigures,
+    one: NodeAccount,
+    spent: Mapping[str, float],
+    now: float,
+    spoke: float,
+    roofline: Roofline | None,
 ) -> NodeLine:
     snapshot, at_work = one.own_snapshot(), spent["working"]
     rows = one.rows
@@ -145,13 +185,13 @@ def _line(
         "cpu": one.machine.cpu,
         "cores": one.machine.cores,
         "gpuinfer": one.version,
-        "state": _state(one, now, over=figures.clock_to is not None),
+        "state": _state(one, now, spoke, over=figures.clock_to is not None),
         "joined_s": max(0.0, one.joined_at - figures.began_at),
         "start_up_s": None if one.began_at is None else max(0.0, one.began_at - (figures.first_joined or 0.0)),
         "left_s": None if one.left_at is None else max(0.0, one.left_at - figures.began_at),
         "why": one.why or None,
         "restarts": one.restarts,
-        "units": round(one.total("done")),
+        "units": one.kept,
         "units_per_s": one.units / at_work if at_work else 0.0,
         "rows_per_s": rows_per_s,
         "relative": None,
@@ -162,19 +202,21 @@ def _line(
         "rows_mean": mean_size(snapshot.batches) if snapshot.batches else None,
         "latency_s": cast(SpreadSection, summarise(snapshot.latency)),
         "others_cores": None if others_s is None or not one.report.elapsed_s else others_s / one.report.elapsed_s,
-        "waited_share": waited / (ran + waited) if waited else 0.0,
+        "waited_share": waited / (ran + waited) if ran and waited else 0.0,
         "clock_share": one.report.clock_share,
         "clock_offset_s": one.report.clock_offset_s,
     }
 
 
 def _state(
-    one: NodeAccount, now: float, over: bool
+    one: NodeAccount, now: float, spoke: float, over: bool
 ) -> Literal["starting", "working", "waiting", "silent", "left", "lost"]:
     if one.lost:
         return "lost"
-    if one.left_at is not None or over:
-        return "left" if one.left_at is not None else "working"
+    if one.left_at is not None:
+        return "left"
+    if over:
+        return "silent" if is_silent(one, spoke) else "working"
     if now - one.heard_at > SILENT_S:
         return "silent"
     if one.began_at is None or one.report.setup:

@@ -12,6 +12,7 @@ from gpuinfer.cluster.messages import Job
 from gpuinfer.cluster.node_figures import ClusterFigures
 from gpuinfer.cluster.node_processes import NodesPlan
 from gpuinfer.division import Division
+from gpuinfer.fleet.plan import is_loopback
 
 
 class ClusterWorkload(Workload):
@@ -21,6 +22,7 @@ class ClusterWorkload(Workload):
         self.inner, self._division, self._job, self._plan = inner, division, job, plan
         self.figures = ClusterFigures(time.monotonic())
         self.figures.unit = division.unit
+        self.figures.one_host = plan.launcher.starts and is_loopback(plan.launcher.bind)
         self.setup, self.options = inner.setup, inner.options
         self.goes_on_by, self.writes_to = inner.goes_on_by, inner.writes_to  # type: ignore[misc]
         self.writes_answers, self.max_failures = inner.writes_answers, inner.max_failures  # type: ignore[misc]

@@ -261,7 +261,7 @@ class Coordinator:
         for lost in self._core.expire(now):
             entry = self._nodes[lost.node]
             entry.state, entry.reason = "lost", lost.reason
-            self.figures.gone(lost.node, now, lost.reason, lost=True)
+            self.figures.gone(lost.node, now, lost.reason, lost=True, since=lost.since)
             log.warning("%s is given up (%s): others compute what it had", entry.name, lost.reason)
             self._processes.lost(entry.hello.index)
             self._wake()
@@ -479,7 +479,8 @@ class Coordinator:
                 f"({error_text.full_message(error)}). Mend that, then run again with --resume: what was kept before "
                 "is whole."
             ) from error
-        self._core.kept(entry.number, start, stop, now, size=len(records) if isinstance(records, bytes) else 0)
+        size = len(records) if isinstance(records, bytes) else 0
+        self.figures.kept(entry.number, self._core.kept(entry.number, start, stop, now, size))
         self._processes.worked(entry.hello.index)
         if self._core.over:
             self._processes.end()  # at once: nodes that hear of it leave

@@ -144,7 +144,8 @@ class CoordinatorCore:
         return found
 
     def _lose(self, state: NodeState, presence: Presence, reason: str) -> LostNode:
-        return LostNode(state.number, state.name, presence, reason, self._remove(state.number, presence))
+        since = state.progress_at if presence == "hung" else state.silent_since
+        return LostNode(state.number, state.name, presence, reason, self._remove(state.number, presence), since)
 
     # Ranges
 
@@ -259,8 +260,10 @@ class CoordinatorCore:
             for gap in self._keeping.gaps(*between)
         ]
 
-    def kept(self, node: int, start: int, stop: int, now: float, size: int = 0) -> None:
-        """The records of these units are on the disk. `size`: their bytes, where they came over the wire."""
+    def kept(self, node: int, start: int, stop: int, now: float, size: int = 0) -> int:
+        """The records of these units are on the disk. `size`: their bytes, where they came over the wire. How many of
+        the units had not been kept before.
+        """
         self._record_units += stop - start if size else 0
         self._record_bytes += size
         self._keeping.remove(start, stop)
@@ -276,6 +279,7 @@ class CoordinatorCore:
             state.progress_at = now
         if (bringer := state or self._gone.get(node)) is not None:
             bringer.kept += new
+        return new
 
     def not_kept(self, node: int, start: int, stop: int) -> None:
         """The records of these units did not come, or could not be kept: the reservation of `may_keep` ends.

@@ -53,6 +53,8 @@ class NodeAccount:
         self.joined_at = self.heard_at = now
         self.began_at: float | None = None  # it had its first units
         self.left_at: float | None = None
+        self.last_word_at: float | None = None  # of one that has left: from then on it did nothing
+        self.kept = 0  # units of which it brought the records
         self.why, self.lost = "", False
         self.restarts = 0
         self.starting_s = self.gone_s = 0.0  # after the first start
@@ -74,10 +76,10 @@ class NodeAccount:
         self._counts_before.update(self.report.counts)
         self._failed_before = self.failed
         self._past, self._last, self._read = self._snapshot(), Snapshot(), b""
-        self.gone_s += now - (self.left_at if self.left_at is not None else self.heard_at)
+        self.gone_s += now - (self.last_word_at if self.last_word_at is not None else self.heard_at)
         self.machine, self.version, self.report = host, version, NodeReport()
         self.joined_at = self.heard_at = now
-        self.left_at, self.why, self.lost, self._ready_at = None, "", False, None
+        self.left_at, self.last_word_at, self.why, self.lost, self._ready_at = None, None, "", False, None
         self.restarts += 1
 
     def heard(self, report: NodeReport, now: float) -> None:
@@ -174,11 +176,13 @@ class ClusterFigures:
         self.events = 0  # and at once where a node has come, begun or gone
         self.reading_s = self.keeping_s = 0.0  # of the division's `read`, of its `keep`
         self.unit = "units"  # many of them, for people
+        self.one_host = False  # more nodes would be on this host as well
         self.count_ranges: Callable[[], RangeFigures] = RangeFigures  # the coordinator's
         self.measured: dict[tuple[str, int], Roofline] = {}  # the bare model, by kind of machine
         self._pace: list[tuple[float, float]] = []  # when, units done by all: for what the end of the run cost
         self._cpu_clock, self._cpu_from = cpu_clock, cpu_clock()
         self._numbers: dict[int, NodeAccount] = {}  # by the number of the present process
+        self._bringers: dict[int, NodeAccount] = {}  # by that of any process: records may come after it has left
         self._measuring: set[tuple[str, int]] = set()
         self._figures: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_FIGURES)
 
@@ -195,7 +199,7 @@ class ClusterFigures:
             account = self.accounts[name] = NodeAccount(name, host, version, now)
         else:
             account.rejoin(host, version, now)
-        self._numbers[node] = account
+        self._numbers[node] = self._bringers[node] = account
         return account
 
     def measures_roofline(self, node: int) -> bool:
@@ -221,11 +225,21 @@ class ClusterFigures:
             self.clock_from, self._summed = now, None
             self.events += 1
 
-    def gone(self, node: int, now: float, why: str = "", lost: bool = False) -> None:
-        """It has left, or is `lost`. What it has counted stays in the sum."""
+    def kept(self, node: int, units: int) -> None:
+        """It brought the records of so many units that had none."""
+        if (account := self._bringers.get(node)) is not None:
+            account.kept += units
+            self.changes += 1
+
+    def gone(self, node: int, now: float, why: str = "", lost: bool = False, since: float | None = None) -> None:
+        """It has left, or is `lost`. What it has counted stays in the sum. `since`: from when on it did nothing; by
+        default, where it left for a reason (`why`), since it was last heard.
+        """
         self.events += 1
         if (account := self._numbers.pop(node, None)) is not None and account.left_at is None:
             account.left_at, account.why, account.lost = now, why, lost
+            broke_off = (lost or bool(why)) and self.clock_to is None
+            account.last_word_at = min(now, since) if since is not None else account.heard_at if broke_off else now
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:

@@ -178,3 +178,4 @@ class LostNode:
     presence: Presence  # "lost" or "hung"
     reason: str  # for people
     units: int  # that it held
+    since: float  # on the caller's clock: its last word, or its last progress if it hung

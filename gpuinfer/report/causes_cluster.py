@@ -56,18 +56,18 @@ def _without(share: float) -> Gain:
 
 
 def _lost(found: ClusterSection) -> Iterator[Cost]:
-    gone = [line for line in found["nodes"] if line["state"] == "lost" or line["restarts"] or _left_early(line)]
+    gone = [line for line in found["nodes"] if _is_gone(line) or line["restarts"]]
     if not gone:
         return
     share = found["time"]["gone"]
-    times = sum(line["restarts"] + (line["state"] == "lost" or _left_early(line)) for line in gone)
+    times = sum(line["restarts"] + _is_gone(line) for line in gone)
     reasons = list(dict.fromkeys(line["why"] for line in gone if line["why"]))
     why = (
         f"{_named(gone)} left or {'was' if len(gone) == 1 else 'were'} lost before the end, {_times(times)}: "
         f"{share:.0%} of the nodes' time was missing, and {found['ranges']['returned']:,} ranges were computed again."
     )
     why += f" Last: {reasons[-1]}." if reasons else ""
-    advice = "See the nodes' logs for why, and let the launcher start them again."
+    advice = "See the nodes' logs for why. With --launcher external, start them again by hand."
     yield share, Verdict("lost nodes", "idle", why, advice, None, _without(share))
 
 
@@ -76,19 +76,19 @@ def _computed_twice(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
     ranges = found["ranges"]
     kept = ranges["count"] * (ranges["units_mean"] or 0.0)
     share = ranges["duplicates"] / (ranges["duplicates"] + kept) if kept else 0.0
-    if not share:
+    nodes = max(1, round(len(found["nodes"]) * (1 - share)))
+    if not share or run.stopped or nodes == len(found["nodes"]):
         return
     why = (
         f"{ranges['duplicates']:,} {found['unit']} besides the {kept:,.0f} of the run were computed twice: nodes with "
         "nothing left to do were given what others had begun, and came second. All of them were under way at once."
     )
-    nodes = max(1, round(len(found["nodes"]) * (1 - share)))
     advice = f"Give them more to do, or use {nodes} node{'' if nodes == 1 else 's'} for so few {found['unit']}."
     yield share, Verdict("too many nodes", "idle", why, advice, run.change("-L", nodes, "nodes"))
 
 
-def _left_early(line: NodeLine) -> bool:
-    return line["state"] == "left" and bool(line["why"])
+def _is_gone(line: NodeLine) -> bool:
+    return line["state"] in ("lost", "silent") or (line["state"] == "left" and bool(line["why"]))
 
 
 def _waits(found: ClusterSection) -> Iterator[Cost]:
@@ -140,10 +140,11 @@ def _too_many(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
     """Start and end of the run, in which not all nodes work, take much of it."""
     nodes, wall_s, ranges = len(found["nodes"]), found["wall_s"], found["ranges"]
     forecast = ClusterForecast.of(found)
-    if nodes < 2 or forecast is None or (right := forecast.right_nodes()) >= nodes:
+    if nodes < 2 or forecast is None or not forecast.badly_divided or run.stopped:
         return
+    right = forecast.right_nodes()
     few = f"{right} node{'' if right == 1 else 's'}"
-    change = run.change("-L", right, "nodes")
+    change = run.change("-L", right, "nodes") if right < nodes else None
     started_s, tail_s, share = forecast.start_s, forecast.tail_s, forecast.undivided_s / wall_s
     mean_s, units = ranges["mean_s"] or 0.0, ranges["units_mean"] or 0.0
     if units >= 2 and mean_s >= thresholds.LARGE_RANGES * found["tail_s"] > 0 and tail_s > started_s:
@@ -151,22 +152,28 @@ def _too_many(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
             f"The first node had nothing left to do {lasting(found['tail_s'])} before the end, which cost "
             f"{tail_s / wall_s:.0%} of the time: a range of {units:,.0f} {found['unit']} took {lasting(mean_s)}."
         )
-        advice = f"Have the work divided into smaller ranges, give it more {found['unit']}, or use {few}."
+        advice = f"Give it more {found['unit']} to do{f', or use {few}' if right < nodes else ''}."
         yield share, Verdict("ranges too large", "idle", why, advice, change)
+        return
+    if right >= nodes:
         return
     done = round(ranges["count"] * units) or sum(line["units"] for line in found["nodes"])
     why = (
-        f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {lasting(started_s)} of "
-        f"{lasting(wall_s)}, and the last {found['unit']}, at which few nodes worked, cost {lasting(tail_s)}. "
-        f"{few} would have taken {lasting(forecast.seconds(right))}."
+        f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {lasting(started_s)} of the "
+        f"{lasting(wall_s)} from the first node's joining to the end, and the last {found['unit']}, at which few nodes "
+        f"worked, cost {lasting(tail_s)}. "
     )
+    if (forecast.wanted_cores or 0.0) > 1:
+        why += f"They share the cores of their host, and would use {forecast.wanted_cores:.1f} times as many. "
+    why += f"{few} would have taken {lasting(forecast.seconds(right))} of that, by a forecast."
     advice = f"Use {few} for so few {found['unit']}, or give them more to do."
     yield share, Verdict("too many nodes", "idle", why, advice, change)
 
 
 def _slow(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
-    lines = [line for line in found["nodes"] if line["relative"] is not None and line["state"] != "lost"]
-    slow = [line for line in lines if (line["relative"] or 0.0) < thresholds.SLOW_NODE]
+    lines = [line for line in found["nodes"] if line["relative"] is not None and not _is_gone(line)]
+    # One that was restarted was lost, which is its cause; its speed is that of several processes.
+    slow = [line for line in lines if not line["restarts"] and (line["relative"] or 0.0) < thresholds.SLOW_NODE]
     if not slow:
         return
     worst = min(slow, key=lambda line: line["relative"] or 0.0)

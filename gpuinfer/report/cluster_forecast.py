@@ -9,6 +9,7 @@ all records pass through the coordinator, one at a time, and so through its inpu
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from gpuinfer.report import thresholds
@@ -30,6 +31,8 @@ class ClusterForecast:
     coordinator_s: float
     records_s: float
     input_s: float
+    nodes: int  # there were
+    wanted_cores: float | None  # as in the report: with more than 1, more nodes have no more cores
 
     @classmethod
     def of(cls, found: ClusterSection) -> ClusterForecast | None:
@@ -55,7 +58,8 @@ class ClusterForecast:
         else:
             waits_s += starved_s
         coordinator_s = coordinator["cpu_share"] * wall_s
-        return cls(start_s, each_s * nodes, tail_s, waits_s, coordinator_s, records_s, input_s)
+        wanted = found["wanted_cores"]
+        return cls(start_s, each_s * nodes, tail_s, waits_s, coordinator_s, records_s, input_s, nodes, wanted)
 
     @property
     def undivided_s(self) -> float:
@@ -64,16 +68,33 @@ class ClusterForecast:
     def seconds(self, nodes: float) -> float:
         """Of a run of so many nodes."""
         least_s = max(self.coordinator_s, self.records_s, self.input_s)
-        return self.undivided_s + self.waits_s + max(self.work_s / nodes, least_s)
+        return self.undivided_s + self.waits_s + max(self.work_s / self.at_work(nodes), least_s)
+
+    def at_work(self, nodes: float) -> float:
+        """So many nodes do as much as this many of those that there were: on hosts that they share, no more than
+        there are cores for.
+        """
+        if not self.wanted_cores:
+            return nodes
+        each = self.wanted_cores / self.nodes
+        return self.nodes * min(nodes * each, 1.0) / min(self.wanted_cores, 1.0)
+
+    @property
+    def crowded_s(self) -> float:
+        """Of a run of twice as many, that it would be shorter if each had cores of its own."""
+        twice = 2 * self.nodes
+        return self.work_s / self.at_work(twice) - self.work_s / twice
 
     def right_nodes(self) -> int:
-        """The most nodes of whose time `thresholds.WORTH_A_NODE` is work: of start + work / n + tail, work / n is at
-        least that share.
-        """
-        share = thresholds.WORTH_A_NODE
-        if self.undivided_s <= 0:
-            return 1 << 30
-        return max(1, int((1 / share - 1) * self.work_s / self.undivided_s))
+        """The fewest nodes that are nearly as quick as those that there were (`thresholds.NEARLY_AS_QUICK`)."""
+        enough_s = thresholds.NEARLY_AS_QUICK * self.seconds(self.nodes)
+        return bisect_left(range(1, self.nodes), True, key=lambda nodes: self.seconds(nodes) <= enough_s) + 1
+
+    @property
+    def badly_divided(self) -> bool:
+        """Start and tail take much of the run."""
+        divided_s = self.work_s / self.nodes
+        return divided_s < thresholds.WORTH_A_NODE * (divided_s + self.undivided_s)
 
 
 def twice_as_many(found: ClusterSection) -> TwiceSection | None:
@@ -88,6 +109,7 @@ def twice_as_many(found: ClusterSection) -> TwiceSection | None:
         f"the last units take {lasting(forecast.tail_s)} however many nodes there are": forecast.tail_s,
         f"nodes wait or are gone for {lasting(forecast.waits_s)}": forecast.waits_s,
         f"the coordinator needs {lasting(forecast.coordinator_s)} for all ranges": forecast.coordinator_s,
+        "the nodes share the cores of their host, which are all used": forecast.crowded_s,
         f"all records need {lasting(forecast.records_s)} to be taken": forecast.records_s,
         f"units come no faster: all of them need {lasting(forecast.input_s)}": forecast.input_s,
     }

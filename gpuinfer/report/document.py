@@ -275,7 +275,7 @@ class NodeLine(TypedDict):
     left_s: Annotated[Amount | None, about("seconds after the coordinator's start; null: it is there")]
     why: Annotated[str | None, about("why it left")]
     restarts: Count
-    units: Annotated[Count, about("that it has finished")]
+    units: Annotated[Count, about("of which its records were kept: those of all nodes add up to the run's")]
     units_per_s: Annotated[Amount, about("while it worked")]
     rows_per_s: Annotated[Amount, about("while it worked")]
     relative: Annotated[
@@ -350,6 +350,10 @@ class ClusterSection(TypedDict):
     ranges: RangesSection
     records: RecordsSection
     coordinator: CoordinatorLine
+    wanted_cores: Annotated[
+        Amount | None,
+        about("cores that nodes which share a host would use at once, over those that it has; null: they share none"),
+    ]
     twice: Annotated[TwiceSection | None, about("what twice as many nodes would bring; null: too little is known")]
 
 

@@ -64,6 +64,7 @@ class Evidence:
     command: str = "gpuinfer"  # that does the work again
     models: Sequence[Mapping[str, Any]] = ()  # a line each (`report_sections.model_lines`), where there are several
     cluster: ClusterSection | None = None  # of a run over nodes
+    stopped: bool = False  # before all of its work was done
     node: str = ""  # of such a run the node that all other fields are of
 
     @property

@@ -406,6 +406,7 @@ def evidence(run: Run) -> Evidence:
         command=run.command,
         models=report_sections.model_lines(snapshot, run.wall_s),
         cluster=None if whole.snapshot.cluster is None else whole.snapshot.cluster.section,
+        stopped=whole.status == "partial",
         node="" if run is whole else whole.snapshot.cluster.typical.name,
     )
 

@@ -96,7 +96,8 @@ WELL = 0.6  # of the roofline: a run that reaches it does not fall short
 LONG_CONTEXT = 0.05  # of the operations, for attention: with so many it takes the time between products
 
 # Nodes
-WORTH_A_NODE = 0.8  # of a node's time, that should be work: with less there are too many
+WORTH_A_NODE = 0.8  # of a node's time, that should be work: with less the run is badly divided
+NEARLY_AS_QUICK = 1.1  # times the seconds of all nodes: with fewer nodes that take no longer there are too many
 NOTICED = 0.1  # of the time: less is no reason for anything
 LOST_TO_NODES = 0.1  # of the nodes' time: with less, nothing about the nodes is the verdict
 SLOW_NODE = 0.7  # of the others' speed: a node below it is slow

@@ -91,6 +91,7 @@ class MadeUpRun:
         self.figures.count_ranges = self._ranges
         self._keeping = keeping
         self.end_s, self._nodes, self._range_s = end_s, nodes, range_s
+        self._kept = [0] * len(nodes)
         for number, node in enumerate(nodes):
             machine = NodeMachine(host=node.host or f"host{number}", cores=node.cores, cpu=node.cpu, cpus=node.cpus)
             self.figures.joined(number, machine, 0.0, index=number, version="1.0")
@@ -109,6 +110,9 @@ class MadeUpRun:
                 if node.dies_at is not None and self.now >= node.dies_at:
                     self.figures.gone(number, self.now, "killed by signal 9", lost=True)
                     continue
+                done = node.report(self.now).done
+                self.figures.kept(number, done - self._kept[number])
+                self._kept[number] = done
                 wire = msgspec.msgpack.encode(node.report(self.now))
                 self.figures.heard(number, msgspec.msgpack.decode(wire, type=NodeReport), self.now)
             self.figures.snapshot(self.now)

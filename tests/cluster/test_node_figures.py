@@ -51,7 +51,7 @@ def test_what_a_node_counted_before_it_died_stays_and_its_successor_begins_anew(
     assert figures.snapshot(15.0).requests == 5
     figures.heard(2, a_report(done=2, counts={"games": 2.0}, failed=0, snapshot=snapshot), 20.0)
     (account,) = figures.accounts.values()
-    assert (account.restarts, account.gone_s, account.starting_s, account.failed) == (1, 3.0, 5.0, 1)
+    assert (account.restarts, account.gone_s, account.starting_s, account.failed) == (1, 5.0, 5.0, 1)
     total, progress = figures.snapshot(20.0), figures.progress(6, total=10, unit="games")
     assert (total.requests, total.rows, len(total.lanes)) == (10, 100, 1)
     assert total.lanes[0]["stations"] == {"forward": 8.0}

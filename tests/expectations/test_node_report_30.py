@@ -27,6 +27,9 @@ from gpuinfer.cli.screen.live_view import ViewLines
 from gpuinfer.cluster.cluster_backend import ClusterBackend
 from gpuinfer.cluster.node_report import NodeReport
 from gpuinfer.config import registry
+from gpuinfer.report import causes_cluster
+from gpuinfer.report.cluster_forecast import ClusterForecast
+from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.report import schema
 from gpuinfer.runtime.run import RunUpdate, execute
 from gpuinfer.testing.workloads import Workload
@@ -110,8 +113,11 @@ class Followed(Workload):
     async def run(self, infer):
         await infer.ready()
         yield Progress(0, setup=True)
+        kept: dict[int, int] = {}
         for now, (number, report) in enumerate(self.reports):
             self.figures.heard(number, report, float(now))
+            self.figures.kept(number, report.done - kept.get(number, 0))
+            kept[number] = report.done
             yield self.figures.progress(5, total=10, unit="games")
             await asyncio.sleep(0.05)
         self.figures.ended(float(len(self.reports)))
@@ -205,7 +211,7 @@ def test_a_report_without_nodes_has_no_such_section():
         ),
         pytest.param(
             MadeUpRun(*(MadeUpNode(dies_at=50.0 if index else None) for index in range(3))),
-            "lost nodes", "33% of the nodes' time was missing", id="nodes that died",
+            "lost nodes", "34% of the nodes' time was missing", id="nodes that died",
         ),
         pytest.param(
             MadeUpRun(*(MadeUpNode(ready_at=12.0) for _ in range(8)), end_s=20.0, range_s=1.0),
@@ -229,13 +235,13 @@ def test_the_verdict_names_what_holds_the_nodes_back(run, kind, said):
 
 
 def test_too_many_nodes_come_with_the_number_that_would_have_been_right_as_a_command():
-    """Each needs 12 s to start, and all of the work is 64 s: two nodes would work for 32 s, 73 % of their time."""
+    """Each needs 12 s to start, and all of the work is 64 s: seven nodes need 21 s, and one 76 s."""
     bottleneck = MadeUpRun(*(MadeUpNode(ready_at=12.0) for _ in range(8)), end_s=20.0, range_s=1.0).report()[
         "bottleneck"
     ]
-    assert bottleneck["change"] == {"flag": "-L", "name": "nodes", "value": 1}
-    assert bottleneck["command"] == "gpuinfer selfplay --games 1000 --launcher local -L nodes=1"
-    assert "1 node would have taken 1 min 16 s" in bottleneck["why"]
+    assert bottleneck["change"] == {"flag": "-L", "name": "nodes", "value": 7}
+    assert bottleneck["command"] == "gpuinfer selfplay --games 1000 --launcher local -L nodes=7"
+    assert "7 nodes would have taken 21" in bottleneck["why"]
 
 
 @pytest.mark.parametrize(
@@ -359,3 +365,67 @@ def test_a_real_folder_that_is_slow_is_named(numbers):
     report = numbers("--total", 600, "--seconds", 0.005, "--keep-s", 1.5)
     assert report["bottleneck"]["class"] == "waiting for the folder", report["bottleneck"]
     assert report["cluster"]["coordinator"]["keeping_share"] > 0.5
+
+
+# What people found wrong
+
+
+def test_too_many_nodes_are_named_only_where_fewer_are_nearly_as_quick_and_not_of_a_run_that_was_stopped():
+    found = MadeUpRun(*(MadeUpNode(ready_at=12.0) for _ in range(8)), end_s=20.0, range_s=1.0).finished().section
+    forecast = ClusterForecast.of(found)
+    right = forecast.right_nodes()
+    assert forecast.seconds(right) <= 1.1 * forecast.seconds(8) < forecast.seconds(right - 1)
+    two = MadeUpRun(*(MadeUpNode(ready_at=2.0) for _ in range(2)), end_s=7.0, range_s=1.0).finished().section
+    assert causes_cluster.dearest(Evidence(cluster=two)) is None  # one node would need 12 s
+    assert causes_cluster.dearest(Evidence(cluster=found)).kind == "too many nodes"
+    assert causes_cluster.dearest(Evidence(cluster=found, stopped=True)) is None
+
+
+def test_a_node_is_gone_from_its_last_word_on_and_was_lost_not_slow():
+    """It hangs at 10 s, is given up at 40 s, and started again; its threads were ready to run and not running."""
+    run = MadeUpRun(MadeUpNode(), MadeUpNode(waited=0.9), end_s=10.0).go_on()
+    machine = run.figures.accounts["1"].machine
+    run.figures.gone(1, 40.0, "no word from it for 30 s", lost=True)
+    run.figures.joined(7, machine, 41.0, index=1)
+    for second in range(11, 51):
+        run.figures.heard(0, MadeUpNode().report(float(second)), float(second))
+        if second > 41:
+            run.figures.heard(7, MadeUpNode().report(second - 41.0), float(second))
+        run.figures.snapshot(float(second))
+    run.now = run.end_s = 50.0
+    section = run.finished().section
+    assert section["time"]["gone"] == pytest.approx(31.0 / 100, abs=0.01)
+    assert causes_cluster.dearest(Evidence(cluster=section)).kind == "lost nodes"
+
+
+def test_a_node_that_was_silent_at_the_end_counts_as_gone_before_it_is_given_up():
+    run = MadeUpRun(MadeUpNode(), MadeUpNode(), end_s=10.0).go_on()
+    for second in range(11, 31):
+        run.figures.heard(0, MadeUpNode().report(float(second)), float(second))
+    run.now = run.end_s = 30.0
+    section = run.finished().section
+    assert [line["state"] for line in section["nodes"]] == ["working", "silent"]
+    assert section["time"]["gone"] == pytest.approx(1 / 3, abs=0.01)
+
+
+def test_units_of_a_lost_range_are_those_of_the_node_whose_records_were_kept():
+    run = MadeUpRun(MadeUpNode(), MadeUpNode(), end_s=10.0).go_on()
+    run.figures.heard(1, NodeReport(setup=False, done=500), 10.0)  # finished, and lost with the node
+    run.figures.gone(1, 11.0, "killed by signal 9")
+    run.figures.kept(1, 5)  # records that were under way
+    assert [line["units"] for line in run.state().section["nodes"]] == [10, 15]
+
+
+def test_twice_as_many_nodes_on_the_same_cores_bring_nothing():
+    nodes = [MadeUpNode(host="here", cores=2, cpus=(0, 1), waited=0.5) for _ in range(3)]
+    found = MadeUpRun(*nodes).finished().section
+    assert found["wanted_cores"] > 1
+    assert found["twice"]["factor"] == pytest.approx(1.0, abs=0.05)
+    assert "share the cores" in found["twice"]["why"]
+    assert ClusterForecast.of(found).right_nodes() < 3
+
+
+def test_one_node_of_a_launcher_that_starts_nodes_here_alone_would_share_its_cores_with_a_second():
+    run = MadeUpRun(MadeUpNode(host="here", cores=2, cpus=(0, 1)))
+    run.figures.one_host = True
+    assert run.finished().section["twice"]["factor"] == pytest.approx(1.0, abs=0.05)

@@ -32,7 +32,8 @@ def a_cluster(nodes: list[dict[str, Any]], time: dict[str, float], **given: Any)
     lines = [{**NODE, "node": f"{index}", "host": f"host{index}", **one} for index, one in enumerate(nodes)]
     usual = {
         "unit": "games", "wall_s": 100.0, "nodes": lines, "slowest": None, "start_up_s": 0.0, "tail_s": 0.0,
-        "tail_cost_s": 0.0, "twice": None, "time": {**TIME, **time, "working": 1 - sum(time.values())},
+        "tail_cost_s": 0.0, "twice": None, "wanted_cores": None,
+        "time": {**TIME, **time, "working": 1 - sum(time.values())},
         "ranges": {**RANGES, **given.pop("ranges", {})},
         "records": {"bytes": 1000.0, "through_folder": 0.0, "sending_s": 0.01, **given.pop("records", {})},
         "coordinator": {
