@@ -13,10 +13,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,55 +23,24 @@ from gpuinfer.api import Progress
 from gpuinfer.cluster import messages
 from gpuinfer.cluster.coordinator_core import CoordinatorCore
 from gpuinfer.cluster.messages import CoordinatorReply, Hello, Job, KeptReply, NodeMessage, Welcome
+from gpuinfer.cluster.node_endpoint import NodeEndpoint
+from gpuinfer.cluster.node_entry import NodeEntry, UnknownNode
 from gpuinfer.cluster.node_figures import ClusterFigures, RangeFigures
 from gpuinfer.cluster.node_processes import NodeProcesses, NodesPlan
 from gpuinfer.cluster.range_policy import RangePolicy
 from gpuinfer.config import registry
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.plan import is_loopback
 from gpuinfer.host import error_text
 from gpuinfer.host.files import put_whole
-from gpuinfer.http.access import LOOPBACK, Access, Keys
-from gpuinfer.http.http_exchange import Exchange
-from gpuinfer.http.network import ListenFlags
-from gpuinfer.http.parser import HttpLimits
-from gpuinfer.http.route_table import Route, RouteTable
-from gpuinfer.http.server import HttpServer
 
-PIECE_BYTES = 1 << 20  # of weights that are sent
 LOOK_S = 0.25  # between two updates of the run
 EXPIRE_S = 1.0  # between two searches for nodes that are lost
 LEAVE_S = 20.0  # for nodes to send what they have finished, once the run is over or is to stop
-CLOCK_S = 5.0  # by which a node's clock may differ without a word
 WAIT_S = 10.0  # with fewer nodes than there must be, and none starting, before the run is abandoned
 NODE_FILE = re.compile(r"\d{12,}-\d{12,}\.node-\d+")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class NodeEntry:
-    """A node that has joined."""
-
-    number: int
-    hello: Hello
-    state: str = "joined"  # joined, left, failed, lost
-    reason: str = ""
-    sees_folder: bool = False
-    clock_compared: bool = False
-    sequence: int = 0  # of its last exchange
-    answer: asyncio.Future[bytes] | None = None  # to that one
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        which = self.number if self.hello.index is None else self.hello.index
-        return f"node {which} ({self.hello.host})"
-
-
-class UnknownNode(Exception):
-    """A request of a node that this run does not know, or has removed."""
 
 
 class Coordinator:
@@ -89,8 +57,8 @@ class Coordinator:
         self._run = secrets.token_hex(8)
         self._nodes: dict[int, NodeEntry] = {}
         self._core: CoordinatorCore
-        self._server: HttpServer
-        self._processes = NodeProcesses(plan, self._fail)
+        self._processes = NodeProcesses(plan, self.fail)
+        self._endpoint = NodeEndpoint(self, self._processes.key)
         self._disk = asyncio.Lock()  # one call of the division at a time
         self._news = asyncio.Event()
         self._waiting: dict[asyncio.Future[None], None] = {}  # exchanges of nodes for which there is nothing, in order
@@ -125,8 +93,8 @@ class Coordinator:
                 await asyncio.to_thread(self._mark_folder, folder)
             self._processes.open()
             if_refused.push_async_callback(self._processes.close)
-            await self._listen()
-            if_refused.push_async_callback(self._server.close)
+            self.address = await self._endpoint.listen(self._plan)
+            if_refused.push_async_callback(self._endpoint.close)
             self._processes.start(self.address)
             self._closing = if_refused.pop_all()
         return self
@@ -137,7 +105,7 @@ class Coordinator:
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._close_division, broken)
             closing.callback(self._unmark_folder)
-            closing.push_async_callback(self._server.close)
+            closing.push_async_callback(self._endpoint.close)
             closing.push_async_callback(self._processes.close, broken)
             self._over = True
             self._processes.end()
@@ -166,29 +134,6 @@ class Coordinator:
             for one in own.iterdir():
                 one.unlink()
             own.rmdir()
-
-    async def _listen(self) -> None:
-        launcher, address = self._plan.launcher, self._plan.address
-        parts = urlsplit(f"//{address}") if address else None
-        try:
-            port = (parts.port if parts else None) or 0
-        except ValueError as error:
-            raise UsageError(f"-L coordinator={address}: {error}. Write HOST or HOST:PORT.") from None
-        host = (parts.hostname if parts else None) or launcher.reached_at()
-        if is_loopback(launcher.bind) and not is_loopback(host):
-            raise UsageError(
-                f"nodes would dial {host}, and --launcher {launcher.name} has the coordinator listen on "
-                f"{launcher.bind} alone, which no other machine reaches. Write -L coordinator=127.0.0.1"
-                f"{f':{port}' if port else ''}, or let it listen elsewhere: --launcher external -L bind=0.0.0.0."
-            )
-        names = LOOPBACK if launcher.bind == "127.0.0.1" else None
-        routes = RouteTable(self._routes(), Access(Keys([self._processes.key]), None, names))
-        limits = HttpLimits(body_bytes=messages.RECORDS_BYTES, bodies_bytes=2 * messages.RECORDS_BYTES, body_s=600.0)
-        self._server = HttpServer(routes, limits, quick=routes.quick)
-        flags = ListenFlags("-L bind=", f"-L coordinator={host}:")
-        port = await self._server.listen(launcher.bind, port, flags=flags)
-        self.address = f"{f'[{host}]' if ':' in host else host}:{port}"
-        log.info("nodes reach the coordinator at %s", self.address)
 
     async def _until_left(self) -> None:
         """Wait until all nodes have sent what they have finished and left, for `LEAVE_S` at most."""
@@ -278,7 +223,7 @@ class Coordinator:
                 f"same command with --resume goes on.{failures}"
             )
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """The run cannot go on."""
         self._failure = self._failure or error
         self._wake()
@@ -308,36 +253,8 @@ class Coordinator:
 
     # Requests of nodes
 
-    def _routes(self) -> list[Route]:
-        answers: dict[str, tuple[Callable[[Exchange], Awaitable[bytes]], str]] = {
-            messages.JOIN: (self._answer_join, "A node joins the run."),
-            messages.EXCHANGE: (self._answer_exchange, "How a node is, and what it is to do."),
-            messages.RECORDS: (self._answer_records, "The records of a range."),
-        }
-        posted = [Route("POST", path, self._handler(answer), "api", about) for path, (answer, about) in answers.items()]
-        weights = self._handler(self._answer_weights)
-        return [*posted, Route("GET", messages.WEIGHTS, weights, "api", "The weights of a version.")]
-
-    def _handler(self, answer: Callable[[Exchange], Awaitable[bytes | None]]) -> Callable[[Exchange], Awaitable[None]]:
-        """`answer` gives the body of the response; None: it has responded itself."""
-
-        async def handle(exchange: Exchange) -> None:
-            exchange.routine = True
-            try:
-                if (body := await answer(exchange)) is not None:
-                    exchange.respond(200, body, messages.MSGPACK)
-            except UnknownNode as error:
-                exchange.refuse(410, str(error))
-            except UsageError as error:  # another version of gpuinfer, or no node at all
-                exchange.refuse(409, str(error))
-            except WorkError as error:
-                self._fail(error)
-                exchange.refuse(500, str(error))
-
-        return handle
-
-    async def _answer_join(self, exchange: Exchange) -> bytes:
-        hello: Hello = messages.decode_message(exchange.body, Hello)
+    def join(self, hello: Hello) -> Welcome:
+        """Raises `UsageError` for a node of another version."""
         entry = NodeEntry(len(self._nodes), hello)
         if hello.gpuinfer != registry.own_version():
             why = UsageError(
@@ -364,10 +281,10 @@ class Coordinator:
             total=self._division.total,
             roofline=self._job.roofline and self.figures.measures_roofline(entry.number),
         )
-        return messages.encode_message(Welcome(node=entry.number, run=self._run, clock=time.time(), job=job))
+        return Welcome(node=entry.number, run=self._run, clock=time.time(), job=job)
 
-    async def _answer_exchange(self, exchange: Exchange) -> bytes:
-        state: NodeMessage = messages.decode_message(exchange.body, NodeMessage)
+    async def exchange(self, state: NodeMessage) -> CoordinatorReply:
+        """Raises `UnknownNode`."""
         entry = self._entry(state.node, state.run)
         if entry.state != "joined":
             raise UnknownNode(f"{entry.name} was given up ({entry.reason or entry.state}). Start it again.")
@@ -377,7 +294,7 @@ class Coordinator:
         # A node that repeats an exchange has not had the reply: it gets the same one, with the ranges leased to it.
         return await asyncio.shield(entry.answer)
 
-    async def _exchange(self, entry: NodeEntry, state: NodeMessage) -> bytes:
+    async def _exchange(self, entry: NodeEntry, state: NodeMessage) -> CoordinatorReply:
         now = time.monotonic()
         if entry.sees_folder != state.sees_folder:
             log.info("%s sees %s, and writes its records there", entry.name, self._division.folder)
@@ -388,7 +305,7 @@ class Coordinator:
         if state.released:
             self._wake_one()
         if state.report is not None:
-            self._compare_clock(entry, state.report.clock_offset_s)
+            entry.compare_clock(state.report.clock_offset_s)
             self.figures.heard(entry.number, state.report, now)
         if state.done:
             self._processes.worked(entry.hello.index)
@@ -396,8 +313,8 @@ class Coordinator:
             self._leave(entry, "failed" if state.failure else "left", state.failure, now)
             if state.refuses:
                 self._processes.refused(entry.hello.index, UsageError(f"{entry.name}: {state.failure}"))
-            return messages.encode_message(CoordinatorReply(over=True))
-        return messages.encode_message(await self._reply(entry, state))
+            return CoordinatorReply(over=True)
+        return await self._reply(entry, state)
 
     async def _reply(self, entry: NodeEntry, state: NodeMessage) -> CoordinatorReply:
         """What the node is to do: at once, or when there is something, for `EXCHANGE_S` at most."""
@@ -434,26 +351,28 @@ class Coordinator:
                     await waiting
             self._waiting.pop(waiting, None)
 
-    async def _answer_records(self, exchange: Exchange) -> bytes:
-        query = exchange.query
-        try:
-            node, start, stop = (int(query[name]) for name in ("node", "start", "stop"))
-            entry = self._entry(node, query["run"])
-        except (KeyError, ValueError):
-            raise UsageError("records need node, run, start and stop. Let both ends run one version.") from None
-        if (keeping := self._keeping.get((node, start, stop))) is None:
+    async def keep(self, node: int, run: str, work: WorkRange, records: bytes | str) -> KeptReply:
+        """`records`: the bytes, or the name of a file in the folder of ranges. Raises `UnknownNode`, `UsageError` for
+        what is no such file, and `WorkError` where they cannot be kept.
+        """
+        entry, which = self._entry(node, run), (node, work.start, work.stop)
+        if (keeping := self._keeping.get(which)) is None:
             # A task of its own: the connection may break, and the division is not to be left in the midst of it.
-            records = exchange.body if (name := query.get("file")) is None else self._file_of(name)
-            keeping = asyncio.ensure_future(self._keep(entry, WorkRange(start, stop), records))
-            self._keeping[node, start, stop] = keeping
-            keeping.add_done_callback(functools.partial(self._was_kept, (node, start, stop)))
-        return messages.encode_message(await asyncio.shield(keeping))  # of a request that is repeated, the same reply
+            place = records if isinstance(records, bytes) else self._file_of(records)
+            keeping = asyncio.ensure_future(self._keep(entry, work, place))
+            self._keeping[which] = keeping
+            keeping.add_done_callback(functools.partial(self._was_kept, which))
+        return await asyncio.shield(keeping)  # of a request that is repeated, the same reply
+
+    def weights(self, version: str) -> Path:
+        """The file of a version. Raises `UsageError`."""
+        return self._division.weights(version)
 
     def _was_kept(self, which: tuple[int, int, int], keeping: asyncio.Task[KeptReply]) -> None:
         """Or not, which ends the run, also where no connection is left to hear of it."""
         del self._keeping[which]
         if not keeping.cancelled() and isinstance(error := keeping.exception(), WorkError):
-            self._fail(error)
+            self.fail(error)
 
     async def _keep(self, entry: NodeEntry, work: WorkRange, records: bytes | Path) -> KeptReply:
         """Raises `WorkError`, also for what nobody has foreseen: the same records would come again and again."""
@@ -487,32 +406,6 @@ class Coordinator:
             self.figures.ended(time.monotonic())
             self._wake()
         return KeptReply(kept=True)
-
-    async def _answer_weights(self, exchange: Exchange) -> None:
-        """In pieces: all nodes want a new version at once, and the file may be large."""
-        place = self._division.weights(exchange.query.get("version", ""))
-        try:
-            file = await asyncio.to_thread(place.open, "rb")
-        except OSError as error:
-            raise WorkError(f"{place} cannot be read: {error.strerror}. Put the file back.") from error
-        with file:
-            exchange.begin(200, messages.FILE)
-            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-                await exchange.write(piece)
-        exchange.end()
-
-    def _compare_clock(self, entry: NodeEntry, ahead_s: float) -> None:
-        """Warn of one that differs, once: no record depends on it."""
-        if entry.clock_compared:
-            return
-        entry.clock_compared = True
-        if abs(ahead_s) > CLOCK_S:
-            log.warning(
-                "the clock of %s is %.0f s %s: times in its log differ from these. Set it (chrony, NTP).",
-                entry.name,
-                abs(ahead_s),
-                "ahead" if ahead_s > 0 else "behind",
-            )
 
     def _file_of(self, name: str) -> Path:
         folder = self._division.folder

@@ -404,7 +404,7 @@ def test_records_whose_connection_breaks_while_they_are_kept_are_kept_once(tmp_p
         async with keeping_in_a_thread(tmp_path) as (coordinator, division, node, connection, stop):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
             connection.close()
-            while not coordinator._server.counts.get("cancelled"):  # noqa: ASYNC110 (no event)
+            while not coordinator._endpoint.server.counts.get("cancelled"):  # noqa: ASYNC110 (no event)
                 await asyncio.sleep(0.001)
             again = asyncio.create_task(node.send(0, stop))  # as the node does then
             await asyncio.sleep(0.05)
@@ -478,7 +478,7 @@ def test_weights_lie_in_memory_in_pieces_however_slowly_nodes_take_them(tmp_path
                 slow.sendall(f"{head}Authorization: Bearer {coordinator._processes.key}\r\n\r\n".encode())
                 assert (await node.client.request("GET", f"{messages.WEIGHTS}?version=1")).body == weights
                 assert await asyncio.to_thread(slow.recv, 12) == b"HTTP/1.1 200"
-                waiting = [one.transport.get_write_buffer_size() for one in coordinator._server._connections]
+                waiting = [one.transport.get_write_buffer_size() for one in coordinator._endpoint.server._connections]
                 assert sum(waiting) < 8 << 20
             await node.client.close()
 
