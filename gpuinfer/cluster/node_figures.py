@@ -354,10 +354,10 @@ class ClusterFigures:
         )
 
     def _starting(self) -> str:
-        """What there is to say while no node works yet."""
-        if self.clock_from is not None:
-            return ""
+        """What there is to say while no node works: none does yet, or none is left."""
         waiting = [one for one in self.present if one.left_at is None]
+        if self.clock_from is not None:
+            return "" if waiting or self.clock_to is not None else "no node is there"
         if not waiting:
             return "waiting for nodes"
         phases = Counter(one.report.phase or "starting" for one in waiting)

@@ -64,10 +64,12 @@ def _lost(found: ClusterSection) -> Iterator[Cost]:
     reasons = list(dict.fromkeys(line["why"] for line in gone if line["why"]))
     why = (
         f"{_named(gone)} left or {'was' if len(gone) == 1 else 'were'} lost before the end, {_times(times)}: "
-        f"{share:.0%} of the nodes' time was missing, and {found['ranges']['returned']:,} ranges were computed again."
+        f"{share:.0%} of the nodes' time was missing"
     )
+    returned = found["ranges"]["returned"]
+    why += f", and {returned:,} ranges were computed again." if returned else "."
     why += f" Last: {reasons[-1]}." if reasons else ""
-    advice = "See the nodes' logs for why. With --launcher external, start them again by hand."
+    advice = "See the nodes' logs for why. Where no launcher does it, start them again by hand."
     yield share, Verdict("lost nodes", "idle", why, advice, None, _without(share))
 
 
@@ -160,12 +162,12 @@ def _too_many(found: ClusterSection, run: Evidence) -> Iterator[Cost]:
     done = round(ranges["count"] * units) or sum(line["units"] for line in found["nodes"])
     why = (
         f"{nodes} nodes for {done:,} {found['unit']}: until they had work took {lasting(started_s)} of the "
-        f"{lasting(wall_s)} from the first node's joining to the end, and the last {found['unit']}, at which few nodes "
-        f"worked, cost {lasting(tail_s)}. "
+        f"{lasting(wall_s)} from the first node's joining until all was kept, and the last {found['unit']}, at "
+        f"which few nodes worked, cost {lasting(tail_s)}. "
     )
     if (forecast.wanted_cores or 0.0) > 1:
         why += f"They share the cores of their host, and would use {forecast.wanted_cores:.1f} times as many. "
-    why += f"{few} would have taken {lasting(forecast.seconds(right))} of that, by a forecast."
+    why += f"{few} would have taken {lasting(forecast.seconds(right))}, by a forecast."
     advice = f"Use {few} for so few {found['unit']}, or give them more to do."
     yield share, Verdict("too many nodes", "idle", why, advice, change)
 

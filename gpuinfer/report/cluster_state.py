@@ -46,6 +46,6 @@ class ClusterState:
         others = stolen = idle = None
         if cores["others_s"] is not None:
             others = min(cores["others_s"], all_s - busy)
-            stolen = min(cores["stolen_s"] or 0.0, all_s - busy - others)
-            idle = all_s - busy - others - stolen
+            stolen = min(cores["stolen_s"] or 0.0, max(0.0, all_s - busy - others))
+            idle = max(0.0, all_s - busy - others - stolen)
         return {**cores, "busy_s": busy, "others_s": others, "stolen_s": stolen, "idle_s": idle}

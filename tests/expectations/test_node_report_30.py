@@ -22,7 +22,7 @@ from cluster.numbers_workload import install
 from rich.console import Console
 
 from gpuinfer.api import Progress, Setup
-from gpuinfer.cli.screen import display
+from gpuinfer.cli.screen import display, live_view
 from gpuinfer.cli.screen.live_view import ViewLines
 from gpuinfer.cluster.cluster_backend import ClusterBackend
 from gpuinfer.cluster.node_report import NodeReport
@@ -429,3 +429,37 @@ def test_one_node_of_a_launcher_that_starts_nodes_here_alone_would_share_its_cor
     run = MadeUpRun(MadeUpNode(host="here", cores=2, cpus=(0, 1)))
     run.figures.one_host = True
     assert run.finished().section["twice"]["factor"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_where_no_node_is_left_there_is_no_time_left_to_show():
+    run = MadeUpRun(MadeUpNode(), MadeUpNode(), end_s=20.0).go_on()
+    assert live_view.left_of(an_update(run))
+    for number in range(2):
+        run.figures.gone(number, 20.0, "killed by signal 9")
+    update = an_update(run)
+    assert (live_view.left_of(update), update.progress.note) == ("", "no node is there")
+    assert "no node is there" in ViewLines().due(update, {})
+
+
+def test_sentences_say_of_which_time_they_are():
+    run = MadeUpRun(*(MadeUpNode(ready_at=12.0) for _ in range(8)), end_s=20.0, range_s=1.0)
+    report = run.report()
+    assert "from the first node's joining until all was kept" in report["bottleneck"]["why"]
+    assert "with their start" in panel(report)
+
+
+def test_times_of_cores_that_were_not_measured_are_left_out():
+    report = MadeUpRun(MadeUpNode(), MadeUpNode()).report()
+    report["cores"] |= {"stations": {"search": 10.0}, "waiting_s": 1.0e6}
+    assert " time of " in panel(report)
+    assert "waited for a core" in panel(report)
+    for short in ({**report, "cores": {**report["cores"], "busy_s": 0.0}}, {**report, "wall_s": 1.0}):
+        assert " time of " not in panel(short)
+        assert "waited for a core" not in panel(short)
+
+
+def test_advice_names_what_there_is():
+    large = MadeUpRun(*(MadeUpNode(idle_from=60.0 if index else None) for index in range(4)), range_s=40.0).report()
+    assert "smaller ranges" not in large["bottleneck"]["advice"]
+    lost = MadeUpRun(MadeUpNode(), MadeUpNode(dies_at=50.0)).report()
+    assert "start them again by hand" in lost["bottleneck"]["advice"]

@@ -15,6 +15,7 @@ LEAST_GAIN = 1.05  # as a factor: less is nothing to promise
 FRAGMENTED = 0.1  # of what the allocator reserved: less is what any one leaves
 MOST_OTHERS = 3  # processes that are named
 UNFINISHED = 1.1  # times as many tokens as finished answers have: more, and it is said which are counted
+LEAST_NODES_S = 3.0  # of a run over nodes: a shorter one has no times of cores
 WAITED = 0.25  # of the time at work: less waiting for a core is what any machine has
 FIRST_RATES = (
     *("games_per_min", "simulations_per_s", "evaluations_per_s"),
@@ -67,18 +68,13 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
         lost = errors_of(found.get("errors"))
         yield PanelRow(name, ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])]))
     cores, device = report.get("cores"), report.get("device") or {}
-    if not cores or not cores["stations"] or device.get("reserved_mb"):
+    if report.get("cluster") and report["wall_s"] < LEAST_NODES_S:
+        pass  # nodes report once a second, and so say nothing of a run that was shorter
+    elif not cores or not cores["stations"] or device.get("reserved_mb"):
         if stations := _shares(report.get("time_s") or {}):
             yield PanelRow("time", stations)
     else:
-        count = cores["count"]
-        of = f"of {count} cores" if count > 1 else "of one core"
-        yield PanelRow(
-            "time", f"{of}: {_shares(on_cores(cores))}" if cores["idle_s"] is not None else _shares(on_cores(cores))
-        )
-        if cores["waiting_s"] > WAITED * cores["busy_s"]:
-            waiting = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
-            yield PanelRow("", f"threads that were ready to run waited for a core {waiting:.0%} of their time")
+        yield from _core_rows(cores)
     for index, line in enumerate(report.get("models") or ()):
         did = f"{whole(line['output_tokens'])} tokens" if line["output_tokens"] else f"{whole(line['rows'])} rows"
         waits = [("in the queue", (line["queue_wait_s"] or {}).get("mean")), ("for turns", line["turn_wait_s"])]
@@ -328,6 +324,19 @@ def _records(report: Mapping[str, Any]) -> Iterator[PanelRow]:
         begun = (report.get("errors") or {}).get("cancelled", 0)
         asked = f": {whole(begun)} request{'' if begun == 1 else 's'} under way or waiting" if begun else ""
         yield PanelRow("", f"Stopped with work left{asked}.{cure}", "warning")
+
+
+def _core_rows(cores: Mapping[str, Any]) -> Iterator[PanelRow]:
+    """None of what was not measured."""
+    stations = _shares(on_cores(cores))
+    if not stations or not cores["busy_s"]:
+        return
+    count = cores["count"]
+    of = f"of {count} cores" if count > 1 else "of one core"
+    yield PanelRow("time", f"{of}: {stations}" if cores["idle_s"] is not None else stations)
+    if cores["waiting_s"] > WAITED * cores["busy_s"]:
+        waiting = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
+        yield PanelRow("", f"threads that were ready to run waited for a core {waiting:.0%} of their time")
 
 
 def _shares(parts: Mapping[str, float]) -> str:

@@ -157,8 +157,12 @@ def done_of(update: RunUpdate) -> str:
 
 
 def left_of(update: RunUpdate, brief: bool = False) -> str:
-    """The time left at the average pace and, unless `brief`, when that will be; empty while that is not known."""
+    """The time left at the average pace and, unless `brief`, when that will be; empty while that is not known, such as
+    when no node is there.
+    """
     progress = update.progress
+    if node_rows.none_there(nodes_of(update)):
+        return ""
     worked = progress.done - progress.before + progress.begun
     if not progress.total or worked <= 0 or update.elapsed_s <= 0:
         return ""

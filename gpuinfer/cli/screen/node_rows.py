@@ -16,6 +16,7 @@ MOST_SPEED = 9.99  # of the others, at which the column stops
 LEAST_SHARE = 0.005
 GONE = ("lost", "left")
 TROUBLED = ("lost", "silent")
+NOT_THERE = (*GONE, "silent")
 WIDE = 100  # columns from which there is room for more
 TIMES = {
     "working": "working",
@@ -112,11 +113,18 @@ def nodes_in_line(found: Mapping[str, Any] | None) -> Iterator[str]:
     count = len(found["nodes"])
     states = Counter(line["state"] for line in found["nodes"])
     busy = states["working"] + states["waiting"]
+    if none_there(found):
+        yield "no node is there"
     if not busy:
         return
     yield f"{count} node{'' if count == 1 else 's'}" if busy == count else f"{busy} of {count} nodes"
     if slowest := slowest_of(found):
         yield slowest
+
+
+def none_there(found: Mapping[str, Any] | None) -> bool:
+    """Of the report's `cluster`: all nodes have left, are lost or silent."""
+    return bool(found and found["nodes"]) and all(line["state"] in NOT_THERE for line in found["nodes"])
 
 
 def node_panel_rows(found: Mapping[str, Any] | None) -> Iterator[PanelRow]:
@@ -152,7 +160,9 @@ def node_panel_rows(found: Mapping[str, Any] | None) -> Iterator[PanelRow]:
         yield PanelRow("", f"the first node was out of work {lasting(found['tail_s'])} before the end{cost}")
     yield PanelRow("coordinator", f"{coordinator['cpu_share']:.1%} of a core")
     if (twice := found["twice"]) is not None:
-        faster = f"{twice['nodes']} nodes: {twice['factor']:.1f} times as fast ({lasting(twice['wall_s'])})"
+        faster = (
+            f"{twice['nodes']} nodes: {twice['factor']:.1f} times as fast ({lasting(twice['wall_s'])} with their start)"
+        )
         yield PanelRow("twice as many", f"predicted, {faster}; {twice['why']}")
 
 
