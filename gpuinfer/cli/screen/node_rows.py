@@ -124,7 +124,8 @@ def nodes_in_line(found: Mapping[str, Any] | None) -> Iterator[str]:
 
 def none_there(found: Mapping[str, Any] | None) -> bool:
     """Of the report's `cluster`: all nodes have left, are lost or silent."""
-    return bool(found and found["nodes"]) and all(line["state"] in NOT_THERE for line in found["nodes"])
+    nodes = found["nodes"] if found else ()
+    return bool(nodes) and all(line["state"] in NOT_THERE for line in nodes)
 
 
 def node_panel_rows(found: Mapping[str, Any] | None) -> Iterator[PanelRow]:
