@@ -161,7 +161,8 @@ def _wanted_cores(
             return None
         others = (others_of(one, list(figures.accounts.values())) or 0.0) / max(one.report.elapsed_s, lasted_s)
         wanted += min(float(one.machine.cores), (counted.cpu_s + counted.cpu_wait_s) / lasted_s)
-        there += shares[one.name] * max(0.0, one.machine.cores - others)
+        # Programs that use all cores leave half of them to more nodes: the system shares them fairly.
+        there += shares[one.name] * max(one.machine.cores / 2, one.machine.cores - others)
     return wanted / there if there else None
 
 

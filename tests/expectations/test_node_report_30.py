@@ -463,3 +463,10 @@ def test_advice_names_what_there_is():
     assert "smaller ranges" not in large["bottleneck"]["advice"]
     lost = MadeUpRun(MadeUpNode(), MadeUpNode(dies_at=50.0)).report()
     assert "start them again by hand" in lost["bottleneck"]["advice"]
+
+
+def test_nodes_that_use_few_cores_gain_from_more_nodes_although_other_programs_are_busy():
+    nodes = [MadeUpNode(host="here", cores=2, cpus=(0, 1), others=1.9) for _ in range(3)]
+    found = MadeUpRun(*nodes).finished().section
+    assert found["wanted_cores"] == pytest.approx(0.3, abs=0.05)
+    assert found["twice"]["factor"] == pytest.approx(2.0, abs=0.1)
