@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -67,6 +67,15 @@ class RangeFeed(ABC):
         """Wait until records that were passed on have been sent, as far as so many wait that no more should come."""
 
 
+class DivisionProgress(NamedTuple):
+    """What a division knows of the run's progress in addition to the units of ranges that are kept."""
+
+    before: int = 0  # units that an earlier run has done and that are in no range, as `open` did not return them
+    done: int = 0  # units that the coordinator has done itself, such as rows that cannot be read; in no range either
+    failed: int | None = None  # of all that this run has done, how many ended in an error; None: as the nodes count
+    failure: str = ""  # what the first of them says
+
+
 class Division(ABC):
     """The coordinator's side of a divided run. All methods but `open` are called after it, one at a time."""
 
@@ -78,7 +87,12 @@ class Division(ABC):
     @property
     @abstractmethod
     def total(self) -> int | None:
-        """Units of the whole run; None as long as the input's end has not been read."""
+        """Units of all ranges; None as long as the input's end has not been read."""
+
+    @property
+    def progress(self) -> DivisionProgress:
+        """What counts beside the units of ranges. `total` covers none of these units."""
+        return DivisionProgress()
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -115,6 +129,11 @@ class Division(ABC):
         """Claim input and output, in a thread. The units of which an earlier run has kept the records, ascending.
 
         Raises `UsageError` where they cannot be had, or the output belongs to a run of other settings.
+        """
+
+    def begin(self) -> None:  # noqa: B027
+        """Start to read ahead, on the event loop, before the first `read`: a short input is divided evenly where its
+        end is known by then.
         """
 
     @abstractmethod

@@ -95,6 +95,7 @@ class Coordinator:
             if_refused.push_async_callback(self._processes.close)
             self.address = await self._endpoint.listen(self._plan)
             if_refused.push_async_callback(self._endpoint.close)
+            self._division.begin()
             self._processes.start(self.address)
             self._closing = if_refused.pop_all()
         return self
@@ -185,6 +186,7 @@ class Coordinator:
             total=self._division.total,
             unit=self._division.unit,
             before=self._before,
+            besides=self._division.progress,
             facts=self._division.facts(),
             note=f"{self._joined} of {self._plan.least} nodes have joined" if waiting else "",
         )
@@ -320,6 +322,8 @@ class Coordinator:
         """What the node is to do: at once, or when there is something, for `EXCHANGE_S` at most."""
         until = time.monotonic() + messages.EXCHANGE_S
         while True:
+            if (total := self._division.total) is not None:
+                self._core.expect(total)
             reply = CoordinatorReply(
                 total=self._division.total,
                 over=self._over or self._core.over,

@@ -7,7 +7,9 @@ held by one node or by two, being kept, or pending: nothing is ever lost.
 *How large a range is.* As much as the node finishes in `target_s`, by the rate that was measured; a first range is
 small. Near the end a node gets a share of what is left, in proportion to its rate and divided by `guided` (guided
 self-scheduling: Polychronopoulos and Kuck 1987; weighted factoring: Hummel et al. 1996), so that all end at one time.
-More is leased as soon as what a node has not begun would not last it until the exchange after the next.
+More is leased as soon as what a node has not begun would not last it until the exchange after the next. But a node
+whose workload begins all that it gets at once has never enough, and what is begun cannot be released: so no node has
+more under way than its share of all that is unfinished, as soon as the run's end is known.
 
 *What when nothing is left.* Nodes that would take longer than all together are requested to release what they have not
 begun (work stealing, in two steps: only the node knows what it has not begun). What a silent or late node has begun is
@@ -57,6 +59,7 @@ class CoordinatorCore:
         self._parallel = 0  # of those together
         self._checked: float | None = None  # the last `expire`
         self._balanced = float("-inf")  # when it was last looked who has too much
+        self._summed, self._summed_at = 0, float("-inf")  # of `_unfinished`
         self._late: list[int] = []  # nodes whose ranges are to be copied, as of `_balanced`
         self._duplicates = 0
         self._returned = self._stolen = self._copies = 0  # ranges
@@ -224,6 +227,11 @@ class CoordinatorCore:
         """Units from this one on cannot be read yet, as `Division.open_until` says: ranges get smaller towards it."""
         self._open_until = unit
 
+    def expect(self, total: int) -> None:
+        """The run has so many units, some of which may not have been read yet."""
+        if self._total is None:
+            self._total = total
+
     def ended_input(self, total: int) -> None:
         """The Division has no more units; the run has so many."""
         self._total, self._ended = total, True
@@ -357,11 +365,28 @@ class CoordinatorCore:
         if unread is not None:
             left = self._pending.units + unread
             usual = self._rates / self._rated if self._rated else 1.0
-            together = (self._rates + (nodes - self._rated) * usual) * max(nodes, policy.nodes) / nodes
-            share = left * self._speed(state, now) / together / policy.guided
-            size = min(size, max(ceil(share), at_least))
+            here = self._rates + (nodes - self._rated) * usual
+            expected = here * max(nodes, policy.nodes) / nodes
+            part = self._speed(state, now) / expected
+            size = min(size, max(ceil(left * part / policy.guided), at_least))
+            # Of nodes that have not come yet, only the first grants keep the share.
+            fair = self._unfinished(left, now) * part * (expected / here if per_s else 1.0)
+            room = max(ceil(fair), at_least) - state.unfinished
+            if room <= 0:
+                state.starved = True
+                return 0
+            size = min(size, room)
         size = max(size, policy.least)
         return min(size + -size % policy.block, policy.most)
+
+    def _unfinished(self, left: int, now: float) -> int:
+        """Units of the run that no node has finished, by their last exchanges; `left` are with none. Grants change
+        nothing of it, so that it is not added up for each.
+        """
+        if now - self._summed_at >= self.policy.exchange_s / 2:
+            self._summed_at = now
+            self._summed = left + sum(state.unfinished for state in self._nodes.values())
+        return max(left, self._summed)
 
     # The end
 

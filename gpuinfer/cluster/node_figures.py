@@ -19,6 +19,7 @@ import msgspec
 
 from gpuinfer.api import Progress, Roofline
 from gpuinfer.cluster.node_report import NodeMachine, NodeReport
+from gpuinfer.division import DivisionProgress
 from gpuinfer.stats import Snapshot, merge_in_turn, merge_snapshots
 
 SUM_S = 0.005  # for each node, between two sums of all counters: a sum takes some 0.3 ms a node
@@ -322,12 +323,15 @@ class ClusterFigures:
         total: int | None,
         unit: str,
         before: int = 0,
+        besides: DivisionProgress | None = None,
         note: str = "",
         facts: Mapping[str, float] | None = None,
     ) -> Progress:
-        """Of the run, of which `done` units are kept, `before` of them by an earlier run. `facts` take the place of
-        those of the nodes. Figures of steps come once.
+        """Of the run, of which `done` units of ranges are kept, `before` of them by an earlier run; `besides` are added
+        to them. `facts` take the place of those of the nodes. Figures of steps come once.
         """
+        besides = besides or DivisionProgress()
+        apart = besides.before + besides.done
         self._wanted = None if total is None else total - before
         accounts = list(self.accounts.values())
         counts: Counter[str] = Counter()
@@ -335,21 +339,23 @@ class ClusterFigures:
             one.add_counts(counts)
         if unit in counts:
             counts[unit] = done - before
-        failed = [one.failed for one in accounts if one.failed is not None]
+        by_nodes = [one.failed for one in accounts if one.failed is not None]
+        failed = besides.failed if besides.failed is not None else sum(by_nodes) if by_nodes else None
+        said = next((one.report.failure for one in accounts if one.report.failure), "")
         figures, self._figures = sorted(self._figures, key=lambda one: one[0]), deque(maxlen=MOST_FIGURES)
         finished = math.fsum(one.total("done") for one in self.present)
         return Progress(
-            done=done,
-            total=total,
+            done=done + apart,
+            total=None if total is None else total + apart,
             unit=unit,
-            before=before,
+            before=before + besides.before,
             begun=max(0.0, math.fsum(one.units for one in self.present) - min(finished, done - before)),
             counts=dict(counts),
             facts={**merge_facts([one.report.facts for one in self.present]), **(facts or {})},
             note=note or self._starting(),
             setup=self.clock_from is None,
-            failed=sum(failed) if failed else None,
-            failure=next((one.report.failure for one in accounts if one.report.failure), ""),
+            failed=failed,
+            failure=besides.failure if besides.failed is not None else said,
             figures=figures,
         )
 

@@ -89,14 +89,22 @@ class NodeState:
         return max(0, self.on_hand - self.to_release - self.releasing)
 
     @property
+    def unfinished(self) -> int:
+        """Units leased to it that it has not finished, begun or not."""
+        return max(0, self.leased - self.done)
+
+    @property
     def under_way(self) -> int:
         """Units that it has begun and not finished; and those of which it has never heard, if a reply was lost."""
         return max(0, self.leased - self.done - self.on_hand)
 
     def observe(self, now: float, done: int, on_hand: int) -> None:
-        """What it says of itself. Its rate is measured while there is enough work for it: not at the end."""
+        """What it says of itself. Its rate is measured while there is enough work for it: not at the end, and not
+        before it has begun its first unit, while it loads a model.
+        """
         gained = max(0, done - self.done)
-        if self.busy and not (self.starved and self.rate.per_s):
+        begun = gained or self.leased > self.on_hand
+        if self.busy and begun and not (self.starved and self.rate.per_s):
             self.rate.observe(gained, max(0.0, now - self.heard_at))
         self.busy = bool(self.holds)
         if gained:

@@ -19,13 +19,18 @@ import psutil
 import pytest
 from cluster.list_feed import ListFeed
 
-from gpuinfer.api import Setup
+from gpuinfer.api import Progress, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.cluster.coordinator_core import CoordinatorCore
+from gpuinfer.cluster.node_figures import ClusterFigures
+from gpuinfer.cluster.range_policy import RangePolicy
 from gpuinfer.division import Division, WorkRange
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.report.report import failures
 from gpuinfer.rollouts.files import read
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving.openai.model_options import model_fingerprint
+from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.workloads.generate import generate_division
 from gpuinfer.workloads.generate import workload as generate_workload
@@ -319,6 +324,99 @@ async def test_an_output_of_other_settings_is_refused_before_a_node_is_started(t
         generate(tmp_path, resume=True, max_new_tokens=9).division().open()
 
 
+def seen(division: Division, kept: int) -> Progress:
+    """What the coordinator shows once so many units of ranges are kept."""
+    return ClusterFigures(0.0).progress(kept, total=division.total, unit="rows", besides=division.progress)
+
+
+async def of_one(workload: Generate) -> Progress:
+    """What one machine shows at the end."""
+    async with session(workload) as infer:
+        async for progress in workload.run(infer):
+            last = progress
+    return last
+
+
+async def test_progress_and_failures_over_nodes_are_those_of_one_machine(tmp_path: Path) -> None:
+    """Rows that cannot be read go to no node, and count; so does a row that fails on a node, as soon as it is kept."""
+    rows(tmp_path)
+    one = await of_one(generate(tmp_path, "one.jsonl", ordered=True))
+    workload = generate(tmp_path, ordered=True)
+    division = workload.division()
+    await asyncio.to_thread(division.open)
+    ranges = await ranges_of(division)
+    for (start, stop), records in (await on_node(workload, ranges)).sent.items():
+        await division.keep(WorkRange(start, stop), records)
+    await division.close(True)
+    many = seen(division, sum(map(len, ranges)))
+    assert (many.done, many.total, many.before, many.failed) == (one.done, one.total, 0, one.failed)
+    assert many.failed is not None
+    assert many.failed > 3
+    assert failures(many, Snapshot(), 0.0) == failures(one, Snapshot(), 0.0)
+
+
+async def test_a_divided_run_that_goes_on_shows_the_rows_of_the_run_before(tmp_path: Path) -> None:
+    rows(tmp_path)
+    await over_nodes(generate(tmp_path, ordered=True), leave=2)
+    done = (tmp_path / "out.jsonl").read_bytes().count(b"\n")
+    division = generate(tmp_path, ordered=True, resume=True).division()
+    await asyncio.to_thread(division.open)
+    ranges = await ranges_of(division)
+    shown = seen(division, 0)
+    await division.close(False)
+    assert shown.total == 25
+    assert shown.before >= done
+    assert shown.done == shown.before == 25 - sum(map(len, ranges))
+
+
+async def test_the_first_failure_says_which_row_it_is(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('"a text"\n\nno JSON\n')
+    division = generate(tmp_path).division()
+    await asyncio.to_thread(division.open)
+    await ranges_of(division)
+    await division.close(False)
+    assert division.progress.failure.startswith("row 2 (line 3): the row is not JSON")
+
+
+def test_a_node_begins_no_more_than_its_share_of_a_short_run() -> None:
+    """It takes all that it gets at once, and what is begun cannot be released. Nor does loading count as slowness."""
+    core = CoordinatorCore(RangePolicy(nodes=2, least=8), total=None)
+    core.expect(600)
+    unread, given = iter(range(600)), [0, 0]
+
+    def exchange(node: int, now: float) -> int:
+        core.heard(node, now, 0, 0, 1280)
+        fresh = core.grant(node, now).fresh
+        if fresh:
+            start = next(unread)
+            for _ in range(fresh - 1):
+                next(unread)
+            core.lease(node, WorkRange(start, start + fresh), now)
+            given[node] += fresh
+        return fresh
+
+    core.join(0, 0.0, name="first")
+    while exchange(0, 0.0):
+        pass
+    assert given[0] <= 308
+    core.join(1, 3.0, name="second")
+    while exchange(1, 3.0):
+        pass
+    assert 250 <= given[1] <= 308
+
+
+def test_the_time_in_which_a_node_loads_its_model_is_no_part_of_its_rate() -> None:
+    core = CoordinatorCore(RangePolicy(nodes=1), total=10_000)
+    core.join(0, 0.0, name="loads")
+    work = WorkRange(0, core.grant(0, 0.0).fresh)
+    core.lease(0, work, 0.0)
+    for second in range(1, 60):
+        core.heard(0, float(second), 0, len(work))
+    core.heard(0, 60.0, 0, 0)
+    core.heard(0, 61.0, len(work), 0)
+    assert core.nodes[0].rate >= len(work) / 2
+
+
 def rollouts(out: Path, **options: Any) -> Rollouts:
     given = {"env": "arithmetic", "model": "tiny", "groups": 5, "samples_per_group": 2, "max_new_tokens": 4}
     return Rollouts(Setup(seed=2), **given, batch_size=8, out=out, **options)
@@ -481,6 +579,14 @@ def of_one_machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[bytes
     command += ["--input", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl")]
     subprocess.run(command, check=True, timeout=SECONDS, capture_output=True)
     return lines, (folder / "out.jsonl").read_bytes()
+
+
+@pytest.mark.thorough
+def test_rows_that_cannot_be_read_fail_a_divided_run_that_allows_none(tmp_path: Path) -> None:
+    with Divided(tmp_path, "--max-failures", "0") as run:
+        run.give(b'"a text"\nno JSON\n' + b'"another"\n' * 40)
+        assert run.end() == 1
+    assert "1 of 42 failed (2.4%), and --max-failures allows 0" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from gpuinfer.division import Division, Interval, RangeFeed, WorkRange
+from gpuinfer.division import Division, DivisionProgress, Interval, RangeFeed, WorkRange
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.row_names import NamedRow, Namer, named_row
@@ -135,6 +135,13 @@ class GenerateDivision(Division):
         return self._units + len(self._ready) if self.counts.ended else None
 
     @property
+    def progress(self) -> DivisionProgress:
+        """Rows of an earlier run, and rows that cannot be read: neither is a unit."""
+        counts, units = self.counts, self._units + len(self._ready)
+        done = counts.read - counts.before - units
+        return DivisionProgress(counts.before, done, counts.failed, counts.failure)
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         return self._opened.settings
 
@@ -143,8 +150,7 @@ class GenerateDivision(Division):
         self._opened = self._open_run(self.arithmetic)
         return ()
 
-    def _begin(self) -> None:
-        """On the event loop, with the first row or the end."""
+    def begin(self) -> None:
         if self._reading is not None:
             return
         source, output, settings = self._opened
@@ -173,7 +179,7 @@ class GenerateDivision(Division):
             self._arrived.set()
 
     async def read(self, most: int) -> WorkRange | None:
-        self._begin()
+        self.begin()
         start = self._units
         if self._places and self._answers.held_bytes > HELD_BYTES:  # a line that was given out will let some go
             return WorkRange(start, start)
@@ -197,7 +203,7 @@ class GenerateDivision(Division):
         return WorkRange(start, self._units, tuple([_item_of(row) for row in rows]))
 
     async def keep(self, work: WorkRange, records: bytes | Path) -> None:
-        self._begin()
+        self.begin()
         if isinstance(records, Path):
             path, records = records, await asyncio.to_thread(records.read_bytes)
             path.unlink()
@@ -215,12 +221,12 @@ class GenerateDivision(Division):
         await self._answers.room()
 
     async def flush(self) -> None:
-        self._begin()
+        self.begin()
         await self._answers.flush()
 
     async def close(self, complete: bool) -> None:
         """Raises `WorkError` when not one row was answered."""
-        self._begin()
+        self.begin()
         source, output, _ = self._opened
         try:
             source.stop()

@@ -18,6 +18,14 @@ from gpuinfer.serving.prompt_requests import PromptRequester, most_samples, rows
 from gpuinfer.workloads.generate.answer_lines import LineWriter
 
 
+def place_of(row: NamedRow) -> str:
+    """Where it stands in the input, for people."""
+    places = [row.file] if row.file else []
+    if row.file or row.line != row.number:
+        places.append(f"line {row.line}")
+    return f"row {row.number}" + (f" ({', '.join(places)})" if places else "")
+
+
 class RowOutcome(Struct, array_like=True):
     """What became of a row, or of several together."""
 
@@ -39,8 +47,10 @@ class RowOutcome(Struct, array_like=True):
         )
 
     @classmethod
-    def of_error(cls, error: GpuinferError) -> RowOutcome:
-        return cls(failed=1, bad=int(isinstance(error, BadPrompt)), failure=error_text.safe_str(error))
+    def of_error(cls, error: GpuinferError, row: NamedRow | None = None) -> RowOutcome:
+        """`row`: of an input, whose place the message begins with."""
+        place = "" if row is None else f"{place_of(row)}: "
+        return cls(failed=1, bad=int(isinstance(error, BadPrompt)), failure=place + error_text.safe_str(error))
 
     def add(self, other: RowOutcome) -> None:
         self.answered += other.answered
@@ -190,5 +200,5 @@ class RowAsker:
         except BackendDied:
             raise
         except (RequestError, BackendError) as error:
-            return self._writer.error(row, error), RowOutcome.of_error(error)
+            return self._writer.error(row, error), RowOutcome.of_error(error, row)
         return line, RowOutcome.of_answer(generation)

@@ -77,7 +77,7 @@ class RowIntake:
             if line is not None:
                 self._answers.put_kept(row, line)
             elif row.error is not None:
-                self._answers.put(row, self._writer.error(row, row.error), RowOutcome.of_error(row.error))
+                self._answers.put(row, self._writer.error(row, row.error), RowOutcome.of_error(row.error, row))
             else:
                 wanted.append(row)
         return wanted
