@@ -137,11 +137,13 @@ class Coordinator:
             own.rmdir()
 
     async def _until_left(self) -> None:
-        """Wait until all nodes have sent what they have finished and left, for `LEAVE_S` at most."""
+        """Wait until all nodes that still speak have sent what they have finished and left, for `LEAVE_S` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                while any(one.state == "joined" for one in self._nodes.values()):
-                    await self._change()
+                while any(one.state == "joined" and not one.silent for one in self._nodes.values()):
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_S):
+                            await self._change()
 
     # The run
 
@@ -297,7 +299,7 @@ class Coordinator:
         return await asyncio.shield(entry.answer)
 
     async def _exchange(self, entry: NodeEntry, state: NodeMessage) -> CoordinatorReply:
-        now = time.monotonic()
+        now = entry.heard_at = time.monotonic()
         if entry.sees_folder != state.sees_folder:
             log.info("%s sees %s, and writes its records there", entry.name, self._division.folder)
         entry.sees_folder = state.sees_folder

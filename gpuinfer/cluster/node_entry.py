@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from gpuinfer.cluster.messages import CoordinatorReply, Hello
 
+SILENT_S = 5.0  # several exchanges
 CLOCK_S = 5.0  # by which a node's clock may differ without a word
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ class NodeEntry:
     reason: str = ""
     sees_folder: bool = False
     clock_compared: bool = False
+    heard_at: float = field(default_factory=time.monotonic)
     sequence: int = 0  # of its last exchange
     answer: asyncio.Future[CoordinatorReply] | None = None  # to that one
 
@@ -31,6 +34,12 @@ class NodeEntry:
         """For people."""
         which = self.number if self.hello.index is None else self.hello.index
         return f"node {which} ({self.hello.host})"
+
+    @property
+    def silent(self) -> bool:
+        """Whether it has said nothing for so long that the end of the run does not wait for it."""
+        answered = self.answer is None or self.answer.done()
+        return answered and time.monotonic() > self.heard_at + SILENT_S
 
     def compare_clock(self, ahead_s: float) -> None:
         """Warn of a clock that differs, once: no record depends on it."""

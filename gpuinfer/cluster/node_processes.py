@@ -185,15 +185,20 @@ class NodeProcesses:
         """End all of them: they have some seconds to end by themselves, unless `at_once`."""
         self._closing = True
         until = time.monotonic() + (0.0 if at_once else LEAVE_S)
-        while any(one.alive for one in self._processes.values()) and time.monotonic() < until:  # noqa: ASYNC110
+        while any(map(_may_leave, self._processes.values())) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S / 10)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LEAVE_S)
         within_s = LEAVE_S / 5 if at_once else LEAVE_S
-        ending = [one.terminate(within_s) if one.alive else one.kill() for one in self._processes.values()]
+        ending = [one.terminate(within_s) if _may_leave(one) else one.kill() for one in self._processes.values()]
         await asyncio.gather(*ending, return_exceptions=True)
         await self._plan.launcher.close()
         if self._folder is not None:
             self._folder.remove(keep_logs=bool(self._abandoned))
+
+
+def _may_leave(process: LaunchedProcess) -> bool:
+    """Whether it may end by itself: one that is suspended does not."""
+    return process.alive and not process.suspended
