@@ -37,7 +37,7 @@ class NodeEntry:
 
     @property
     def silent(self) -> bool:
-        """Whether it has said nothing for so long that the end of the run does not wait for it."""
+        """Whether no message has come for so long that the end of the run does not wait for it."""
         answered = self.answer is None or self.answer.done()
         return answered and time.monotonic() > self.heard_at + SILENT_S
 

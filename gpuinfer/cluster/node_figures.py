@@ -341,7 +341,7 @@ class ClusterFigures:
             counts[unit] = done - before
         by_nodes = [one.failed for one in accounts if one.failed is not None]
         failed = besides.failed if besides.failed is not None else sum(by_nodes) if by_nodes else None
-        said = next((one.report.failure for one in accounts if one.report.failure), "")
+        reported = next((one.report.failure for one in accounts if one.report.failure), "")
         figures, self._figures = sorted(self._figures, key=lambda one: one[0]), deque(maxlen=MOST_FIGURES)
         finished = math.fsum(one.total("done") for one in self.present)
         return Progress(
@@ -355,7 +355,7 @@ class ClusterFigures:
             note=note or self._starting(),
             setup=self.clock_from is None,
             failed=failed,
-            failure=besides.failure if besides.failed is not None else said,
+            failure=besides.failure if besides.failed is not None else reported,
             figures=figures,
         )
 
