@@ -133,7 +133,7 @@ def time_of(one: NodeAccount, first: float, done: float, end: float, spoke: floa
 
 
 def is_silent(one: NodeAccount, spoke: float) -> bool:
-    """It is there, and others have been heard long after it: it is not the coordinator that hears nobody."""
+    """It is there, and others have been heard long after it: the coordinator itself is not cut off."""
     return one.left_at is None and spoke - one.heard_at > SILENT_S
 
 
