@@ -111,12 +111,7 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
             f"{name} brings its own answers with these options, so the backend '{common.backend}' would never be "
             f"asked. Leave --backend out, or give {name} a --model."
         )
-    with blame.blaming(workload, "model"):
-        model = workload.model()
-    with blame.blaming(workload, "processes"):
-        processes = workload.processes
-    setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
-    backend, strategy = served(name, setup, merged)
+    backend, strategy = served(name, blame.completed_setup(workload, setup_of(common)), merged)
     shown = merged.common.model_dump(
         mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial", "track"}
     )

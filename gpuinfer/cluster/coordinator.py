@@ -97,7 +97,7 @@ class Coordinator:
             if_refused.push_async_callback(self._endpoint.close)
             self._division.begin()
             self._processes.start(self.address)
-            self._closing = if_refused.pop_all()
+            if_refused.pop_all()
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -15,7 +15,6 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -92,9 +91,7 @@ class NodeWorkload(Workload):
 def made_of(job: Job, setup: Setup) -> tuple[Workload, Backend, Strategy]:
     """The plugins of the job, as they are on this machine. Raises `UsageError` and `ValidationError`."""
     workload = blame.make(registry.load("workloads", job.workload), setup, dict(job.options))
-    with blame.blaming(workload, "model"):
-        setup = replace(setup, model=workload.model())
-    setup = replace(setup, processes=workload.processes, deterministic=workload.deterministic)
+    setup = blame.completed_setup(workload, setup)
     backend = blame.make(registry.load("backends", job.backend), setup, dict(job.backend_options))
     strategy = blame.make(registry.load("strategies", job.strategy), setup, dict(job.strategy_options))
     return workload, backend, strategy

@@ -168,11 +168,6 @@ class NodeFeed(RangeFeed):
         """Whether there are units here that are not done."""
         return bool(self._leases)
 
-    @property
-    def versions(self) -> set[str]:
-        """Of the units that are here."""
-        return {one.work.version for one in self._leases}
-
     def add(self, ranges: Iterable[WorkRange]) -> None:
         """Units that the coordinator has leased to this node."""
         self._leases += [LeasedRange(work, work.start, work.stop) for work in ranges]

@@ -58,7 +58,6 @@ class NodeProcesses:
         self._refused: dict[int, UsageError] = {}  # by the coordinator, or by what it is to do
         self._abandoned: dict[int, Exception] = {}
         self._closing = False
-        self.restarts = 0
 
     def open(self) -> Path:
         """Make the folder with the key, which nodes have to show. Returns the key's file. Raises `UsageError`."""
@@ -112,10 +111,6 @@ class NodeProcesses:
         """Of those that were abandoned."""
         return self._abandoned[min(self._abandoned)] if self._abandoned else None
 
-    def log_of(self, index: int | None) -> Path | None:
-        process = self._processes.get(index) if index is not None else None
-        return None if process is None else process.log
-
     async def _hold(self, index: int, address: str, turns: asyncio.Semaphore) -> None:
         """One node, started again as long as that may help."""
         attempt = failures = 0
@@ -144,7 +139,6 @@ class NodeProcesses:
                 self._give_up(index, why)
                 return
             log.warning("node %d is started again: %s", index, why)
-            self.restarts += 1
             await asyncio.sleep(PAUSE_S * failures)
 
     def _give_up(self, index: int, why: Exception) -> None:

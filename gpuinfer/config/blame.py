@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -181,6 +181,17 @@ def make(kind: type[P], setup: Setup, options: Mapping[str, Any]) -> P:
     """A plugin of this class. Raises `UsageError` and `ValidationError` as it does; what else it raises is its own."""
     with blaming(kind, "__init__"):
         return kind(setup, **options)
+
+
+def completed_setup(workload: api.Workload, setup: Setup) -> Setup:
+    """The setup with what the workload says of it: its model, its processes, and whether answers are to be the same in
+    any batch. For its backend and strategy. Raises as `make` does.
+    """
+    with blaming(workload, "model"):
+        model = workload.model()
+    with blaming(workload, "processes"):
+        processes = workload.processes
+    return replace(setup, model=model, processes=processes, deterministic=workload.deterministic)
 
 
 def _class_of(plugin: Any) -> type:

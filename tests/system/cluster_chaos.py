@@ -55,6 +55,15 @@ class Place(ABC):
     @abstractmethod
     def start(self, machine: str) -> None: ...
 
+    def strike(self, rng: random.Random, kill: Callable[[str], object]) -> bool:
+        """Kill a machine, or a program of its, in this way; False where that machine is not whole."""
+        machine = rng.choice(self.machines)
+        if machine not in self.whole:
+            return False
+        kill(machine)
+        self.lose(machine, rng)
+        return True
+
     def lose(self, machine: str, rng: random.Random) -> None:
         self._lost[machine] = time.monotonic() + rng.uniform(*DOWN_S)
 
@@ -129,20 +138,10 @@ class SlurmPlace(Place):
                 self._slurm.wait(lambda machine=machine: self._slurm.state(machine) in ("idle", "mix", "alloc"))
 
     def _kill_daemon(self, rng: random.Random) -> bool:
-        machine = rng.choice(self.machines)
-        if machine not in self.whole:
-            return False
-        self._slurm.kill_daemon(machine)
-        self.lose(machine, rng)
-        return True
+        return self.strike(rng, self._slurm.kill_daemon)
 
     def _kill_machine(self, rng: random.Random) -> bool:
-        machine = rng.choice(self.machines)
-        if machine not in self.whole:
-            return False
-        self._slurm.kill_node(machine)
-        self.lose(machine, rng)
-        return True
+        return self.strike(rng, self._slurm.kill_node)
 
 
 class RayPlace(Place):
@@ -165,20 +164,10 @@ class RayPlace(Place):
         self._ray.start_nodes(machine)
 
     def _kill_raylet(self, rng: random.Random) -> bool:
-        machine = rng.choice(self.machines)
-        if machine not in self.whole:
-            return False
-        self._ray.kill_raylet(machine)
-        self.lose(machine, rng)
-        return True
+        return self.strike(rng, self._ray.kill_raylet)
 
     def _kill_machine(self, rng: random.Random) -> bool:
-        machine = rng.choice(self.machines)
-        if machine not in self.whole:
-            return False
-        self._ray.kill_node(machine)
-        self.lose(machine, rng)
-        return True
+        return self.strike(rng, self._ray.kill_node)
 
 
 @contextlib.contextmanager
